@@ -22,6 +22,7 @@ CONSOLE = re.compile(r":CONSOLE[:(]\d+\)?\] (.*)")
 LOCAL = re.compile(r"\s*(?:$|#|data:|blob:|about:)", re.IGNORECASE)
 REMOTE_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*(?:https?:)?//[^\"')\s]*", re.IGNORECASE)
 # Elements without an end tag, which therefore hold nothing.
+DRAWN = {"path", "image", "circle"}
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
@@ -43,10 +44,10 @@ class Page(HTMLParser):
         values = {name: value or "" for name, value in attrs}
         classes = values.get("class", "").split()
         plot = None
-        if "plotly-graph-div" in classes:
+        if tag == "figure" and "plot" in classes:
             plot = values.get("id", f"plot {len(self.plots)}")
             self.plots[plot] = False
-        if tag == "svg" and "main-svg" in classes:
+        if tag in DRAWN:
             self.plots.update((around, True) for _, around in self._open if around is not None)
         if tag not in VOID:
             self._open.append((tag, plot))

@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-SCRIPTS = {".py": "python", ".mjs": "js"}
+SCRIPTS = {".py": "python", ".mjs": "js", ".yaml": "yaml"}
 """What is shown as code, and in which language."""
 INTO_DOCS = re.compile(r"(?<=\]\()docs/")
 OUT_OF_DOCS = re.compile(rf"(?<=\]\()\.\./({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")

@@ -40,7 +40,7 @@ SECTIONS = [
 ]
 PLOTS = {
     *("losses", "roc", "cumulative", "single", "progress", "noise", "quantiles"),
-    *("twins", "twins-close", "said", "learners"),
+    *("twins", "twins-close", "said"),
 }
 
 
@@ -94,8 +94,7 @@ def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) 
     assert set(page.plots) == PLOTS and len(page.plots) == len(PLOTS)
     assert page.loads == []
     assert "default-src 'none'" in text
-    assert len(text) < 6e6
-    assert sum("Plotly.newPlot" in script for script in page.scripts) == len(PLOTS)
+    assert len(text.encode()) < 500_000
 
 
 def test_figures_are_those_of_the_audit(done: Audit) -> None:
@@ -138,7 +137,7 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
     text = audit_page(broken, "learner-1", 7).html()
     assert '<div class="verdict refuted">' in text
     assert '<div class="family refuted"><h3>Conformance' in text
-    assert '<th class="over"' in text
+    assert '<th scope="row" class="over"' in text
     for each in broken.verdict.evidence[:8]:
         assert each in Page(text).text
 
@@ -167,7 +166,7 @@ def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
     assert f"{2 * exposed.plan.runs} runs cannot be drawn" in page.text
     assert "Largest exact loss ∞" in page.text
     assert "says nothing about published decisions" in page.text
-    assert not any(re.search(r"\b(NaN|Infinity)\b", script) for script in page.scripts[1:])
+    assert not any(re.search("nan|inf", place) for place in page.drawn)
 
 
 def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
@@ -190,7 +189,7 @@ def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
 def test_small_and_large(setup: Setup, runs: int) -> None:
     page = page_of(audited(setup, runs=runs))
     assert page.headings and page.loads == []
-    assert not any(re.search(r"\b(NaN|Infinity)\b", script) for script in page.scripts[1:])
+    assert not any(re.search("nan|inf", place) for place in page.drawn)
 
 
 def test_parts_that_are_missing(done: Audit) -> None:
@@ -202,7 +201,8 @@ def test_parts_that_are_missing(done: Audit) -> None:
         found=replace(done.found, rounds=None, bounds=tuple(replace(b, view="") for b in done.found.bounds)),
     )
     page = page_of(bare)
-    assert PLOTS - set(page.plots) == {"single", "noise", "quantiles", "learners"}
+    assert PLOTS - set(page.plots) == {"single", "noise", "quantiles"}
+    assert "Learner by learner" not in page.headings
     assert "were not drawn anew" in page.text and "all runs look alike" in page.text
     assert "there is none" in page_of(replace(done, noise=np.zeros(10))).text
 
@@ -221,7 +221,7 @@ def test_many_runs_fit_into_a_page(done: Audit) -> None:
     large = replace(
         done, shown=replace(done.shown, **many), worlds=many["worlds"], seen=np.resize(done.seen, (100_000, 2, 2))
     )
-    assert len(audit_page(large, "learner-1", 7).html()) < 5.5e6
+    assert len(audit_page(large, "learner-1", 7).html()) < 500_000
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

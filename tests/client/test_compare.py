@@ -151,10 +151,10 @@ def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> N
 
 def test_many_bands_are_left_out(records: Path) -> None:
     result = result_of("one.yaml", prepare(load_spec(written(records, "one"))), replicas=3, seed=0)
-    for results, traces in (8, 24), (9, 9):
+    for results, marks in (8, 16), (9, 9):
         made = compare_page([result] * results)
         figures = [each for each in made.exhibits if isinstance(each, Figure)]
-        assert [len(each.traces) for each in figures if each.name == "accuracy"] == [traces]
+        assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
         assert ("bands are two of these" in made.html()) == (results == 8)
 
 

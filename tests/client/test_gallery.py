@@ -22,7 +22,7 @@ from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery import gallery as command
 from tests.services.network import network
 
-for module in ("sklearn", "scipy", "plotly"):
+for module in ("sklearn", "scipy", "jinja2"):
     pytest.importorskip(module, reason="the extra `audit` is not installed")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,8 +24,7 @@ from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Str
 from sottovoce_client.lab.gallery.exhibits import gallery_page
 from sottovoce_client.privacy.budget import Question, budget_page, line_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, tradeoff_page
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.page import Page
+from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.compare import Result, compare_page
 from sottovoce_client.running.summary import Noticed
@@ -117,7 +118,7 @@ def test_every_figure_and_table_is_on_the_page_once(made: Callable[[str], Page])
     names = [each.name for each in page.exhibits]
     assert len(set(names)) == len(names) and any(page.exhibits)
     for each in page.exhibits:
-        mark = f'id="plot-{each.name}"' if isinstance(each, Figure) else each.__html__()
+        mark = each.__html__() if isinstance(each, PageTable) else f'id="plot-{each.name}"'
         assert not each or text.count(mark) == 1, each.name
 
 
@@ -126,9 +127,23 @@ def test_every_page_has_the_one_skeleton_and_loads_nothing(made: Callable[[str],
     text = made("wards").html()
     shown = Parsed(text)
     assert text.startswith("<!doctype html>") and "default-src 'none'" in text
-    assert sum(len(script) > 1_000_000 for script in shown.scripts) == 1
-    assert "link" not in shown.tags and all(address.startswith("data:") for address in shown.loads)
+    assert len(shown.scripts) == 1 and len(text.encode()) < 500_000
+    assert "link" not in shown.tags and shown.loads == []
     assert "Written by Sottovoce" in shown.text
+
+
+@pytest.mark.parametrize("made", PAGES)
+def test_headings_descend_step_by_step(made: Callable[[str], Page]) -> None:
+    levels = [int(tag[1]) for tag in Parsed(made("wards").html()).tags if tag in ("h1", "h2", "h3", "h4")]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(low <= high + 1 for high, low in itertools.pairwise(levels))
+
+
+@pytest.mark.parametrize("made", PAGES)
+def test_every_table_can_be_scrolled_by_keyboard_and_has_a_name(made: Callable[[str], Page]) -> None:
+    text = made("wards").html()
+    regions = re.findall(r'<div class="wide" tabindex="0" role="region" aria-label="[^"]+">', text)
+    assert len(regions) == text.count("<table") > 0
 
 
 def test_an_unknown_name_in_a_template_is_an_error() -> None:

@@ -16,8 +16,9 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.table import Table
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
-from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.drawing import BLUE, Figure, View, line
 from sottovoce_client.reports.export import export, formats
+from sottovoce_client.reports.marks import Axis
 from sottovoce_client.running.plot import figures, read_results
 from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import interval, sweep
@@ -112,11 +113,11 @@ def swept() -> Table:
 
 def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
     (drawing,) = figures({"x": swept()})
-    lines = [trace for trace in drawing.traces if trace.get("name")]
+    lines = [mark for mark in drawing.marks if mark.kind == "line"]
 
-    assert [trace["name"] for trace in lines] == ["u a", "u b"]
-    assert [trace["x"] for trace in lines] == [[1, 2, 4]] * 2
-    assert len([trace for trace in drawing.traces if "fill" in trace]) == 2
+    assert [mark.name for mark in lines] == ["u a", "u b"]
+    assert [mark.x.tolist() for mark in lines] == [[1, 2, 4]] * 2
+    assert len([mark for mark in drawing.marks if mark.kind == "area"]) == 2
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:
@@ -152,8 +153,8 @@ def test_figures_are_files_with_what_they_show(tmp_path: Path) -> None:
 
 def test_gaps_are_drawn_as_gaps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    line = {"type": "scatter", "x": [1, 2, 3], "y": [1.0, None, 3.0], "name": "a", "line": {"color": "#000000"}}
-    export(tmp_path, ("svg",), {}, [Figure("gap", "gap", [line], {"xaxis": {"type": "log"}})])
+    gap = line([1, 2, 3], [1.0, math.nan, 3.0], "a", BLUE)
+    export(tmp_path, ("svg",), {}, [Figure("gap", "gap", [gap], (View("", Axis("x", log=True), Axis("y")),))])
 
     assert (tmp_path / "gap.svg").stat().st_size > 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,20 +9,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright, expect
+from playwright.async_api import Browser, expect
 from playwright.async_api import Page as Tab
 
 from sottovoce_client.web.view import Page, Problem
+from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
 from tests.client.consoles import NOON, TOKEN, Told, a_page, free_port, served
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-GUARD_MS = 60_000.0
-"""Longest that a test waits for what must happen."""
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = NEEDED
 expect.set_options(timeout=GUARD_MS)
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
@@ -31,24 +24,8 @@ HOSTILE = "<img src=x onerror=document.title='broken'>"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    """One for all: a test has a context of its own."""
-    async with async_playwright() as playwright:
-        started = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    async with chromium() as started:
         yield started
-        await started.close()
-
-
-@asynccontextmanager
-async def tab(browser: Browser, **look: Any) -> AsyncIterator[Tab]:
-    """An empty one; at its end the page has had no error."""
-    context = await browser.new_context(**{"reduced_motion": "reduce", **look})
-    page, errors = await context.new_page(), list[str]()
-    page.set_default_timeout(GUARD_MS)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda said: errors.append(said.text) if "Content Security Policy" in said.text else None)
-    yield page
-    await context.close()
-    assert errors == []
 
 
 @asynccontextmanager
@@ -219,6 +196,7 @@ async def test_text_stands_out_from_its_ground(browser: Browser, scheme: Any) ->
     many = replace(page, run=run, watch=watch, problems=(Problem("the coordinator is away", NOON),))
     async with shown(browser, many, color_scheme=scheme) as (seen, told):
         assert await seen.evaluate(CONTRASTS) == []
+        assert await hindrances(seen) == []
         await told.end()
         await expect(seen.locator("#lost")).to_be_visible()
         assert await seen.evaluate(CONTRASTS) == []

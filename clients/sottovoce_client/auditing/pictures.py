@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,23 +15,23 @@ from sottovoce_client.auditing.plots import WORLDS
 from sottovoce_client.reports.drawing import (
     BLUE,
     FAINT,
-    GRID,
     INK,
     RED,
+    RULE,
     Figure,
-    Trace,
-    axis,
+    View,
     band,
     bars,
     dots,
-    label,
     line,
-    round_axis,
+    rounds_across,
     rule,
     thinned,
     upright,
 )
-from sottovoce_client.wording import number
+from sottovoce_client.reports.marks import Axis, Mark
+from sottovoce_client.reports.tables import Column, PageTable
+from sottovoce_client.wording import number, share
 
 _ZOOMED = 8
 """Rounds after the swap that the close view shows."""
@@ -43,7 +44,7 @@ def noise_plot(noise: FloatArray) -> Figure:
     """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie; nothing without noise."""
     title = "Its density"
     if not noise.any():
-        return Figure("noise", title, ())
+        return Figure("noise", title, (), ())
     reach = max(6.0, math.log(len(noise)) + 1.0)
     edges = np.linspace(-reach, reach, 81 if len(noise) > 2000 else 31)
     width = float(edges[1] - edges[0])
@@ -54,14 +55,13 @@ def noise_plot(noise: FloatArray) -> Figure:
     least = 0.3 / len(noise) / width
     low, high = np.maximum((chances - error) / width, least), (chances + error) / width
     heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
-    traces = [
-        *band(centres, low, high, INK, "19 of 20 lie here"),
-        rule(centres, chances / width, "Laplace, as claimed", dash="solid", hoverinfo="skip"),
-        dots(centres, heights, "found in the messages", BLUE, hovertemplate="%{x:.2f}: %{y:.3~g}"),
+    marks = [
+        band(centres, low, high, INK, "19 of 20 lie here"),
+        rule(centres, chances / width, "Laplace, as claimed", dash="solid"),
+        dots(centres, heights, "found in the messages", BLUE),
     ]
-    ends = [math.log10(least), math.log10(max(0.9, np.nanmax(heights)))]
-    up = axis("density", type="log", dtick=1, exponentformat="power", range=ends)
-    return Figure("noise", title, traces, {"xaxis": axis("noise, in units of its claimed scale"), "yaxis": up})
+    up = Axis("density", log=True, low=least, high=max(0.9, float(np.nanmax(heights))))
+    return Figure("noise", title, marks, (View("", Axis("noise, in units of its claimed scale"), up),))
 
 
 def quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
@@ -79,16 +79,13 @@ def quantile_plot(noise: FloatArray) -> Figure:
     """Quantiles of the noise against those of Laplace numbers: a straight line if all is well."""
     title = "Its quantiles"
     if not noise.any():
-        return Figure("quantiles", title, ())
+        return Figure("quantiles", title, (), ())
     should, has = quantiles(noise)
     ends = [should[0], should[-1]]
-    hover = {"hovertemplate": "should be %{x:.2f}, is %{y:.2f}<extra></extra>"}
-    traces = [
-        rule(ends, ends, "as claimed", dash="solid", hoverinfo="skip"),
-        dots(should, has, "found in the messages", BLUE, **hover),
-    ]
-    layout = {"xaxis": axis("quantile that is claimed"), "yaxis": axis("quantile that was found")}
-    return Figure("quantiles", title, traces, layout)
+    marks = [rule(ends, ends, "as claimed", dash="solid"), dots(should, has, "found in the messages", BLUE)]
+    return Figure(
+        "quantiles", title, marks, (View("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
+    )
 
 
 # ---- the swap --------------------------------------------------------------------------------------------------------
@@ -103,20 +100,17 @@ def twins_plot(name: str, title: str, pair: Twins, rounds: IntArray) -> Figure:
         ("second world, no noise", pair.bare_second, RED, "dot", 1.8),
     )
     thin = 1.0 if len(rounds) <= 100 else 0.6
-    traces = [
+    marks: list[Mark] = []
+    if len(rounds) and rounds[0] <= pair.swapped <= rounds[-1]:
+        marks.append(upright(pair.swapped, "swapped record learned", FAINT, "dot"))
+    marks += [
         line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
         for said, values, colour, dash, width in curves
     ]
-    swapped, text = upright(pair.swapped, "swapped record learned", FAINT, "dot")
-    inside = bool(len(rounds)) and rounds[0] <= pair.swapped <= rounds[-1]
-    layout = {
-        "hovermode": "x unified",
-        "xaxis": round_axis(len(rounds)),
-        "yaxis": axis("number that is said", zeroline=True, zerolinecolor=GRID),
-        "shapes": [swapped] if inside else [],
-        "annotations": [{**text, "xanchor": "left"}] if inside else [],
-    }
-    return Figure(name, title, traces, layout)
+    zero = rule(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
+    return Figure(
+        name, title, [*([zero] if zero else []), *marks], (View("", rounds_across(), Axis("number that is said")),)
+    )
 
 
 def close_rounds(pair: Twins) -> IntArray:
@@ -157,55 +151,41 @@ def said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
     """One number of one round's message over all runs, in both worlds; nothing where none differs."""
     title = "With fresh noise in every run"
     if place is None:
-        return Figure("said", title, ())
+        return Figure("said", title, (), ())
     values = done.seen[:, place[0], place[1]]
     known = np.isfinite(values)
     low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
     if not low < high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     edges = np.linspace(low, high, 50 if len(values) > 400 else 26)
-    traces = []
+    marks = []
     for world, (name, colour) in enumerate(WORLDS):
         mine = values[known & (done.worlds == world)]
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
-        traces.append(bars(edges, shares, name, colour, hovertemplate="%{y:.1%}"))
-    layout = {"barmode": "overlay", "bargap": 0, "hovermode": "x", "xaxis": axis("number that is said")}
-    return Figure(
-        "said", title, traces, {**layout, "yaxis": axis("share of runs", tickformat=".0%", rangemode="tozero")}
-    )
+        marks.append(bars(edges, shares, name, colour))
+    view = View("", Axis("number that is said"), Axis("share of runs", form="share", zero=True))
+    return Figure("said", title, marks, (view,))
 
 
 # ---- learners --------------------------------------------------------------------------------------------------------
 
 
-def learners_plot(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> Figure:
-    """The claim of every learner as a grey bar, and in it the largest loss that was seen."""
-    values = [v for each in losses for v in (each.claim, each.largest) if math.isfinite(v)]
-    full = max(values, default=0.0) or 1.0
-    titles = [label(names[each.learner]) for each in losses]
-    titles = [f"<b>{t}</b>" if each.learner == audited else t for t, each in zip(titles, losses, strict=True)]
-    colours = [WORLDS[int(each.largest > each.claim * (1 + 1e-9) + 1e-9)][1] for each in losses]
-    common: Trace = {"type": "bar", "orientation": "h", "y": titles, "hoverinfo": "skip"}
-    claims = {"x": [min(each.claim, 1.06 * full) for each in losses], "width": 0.72, "name": "claimed at most"}
-    seen = {"x": [min(each.largest, 1.06 * full) for each in losses], "width": 0.34, "name": "largest loss seen"}
-    texts = [f"{number(each.largest, 3)} of {number(each.claim)}" for each in losses]
-    beside = {"type": "scatter", "mode": "text", "x": [1.6 * full] * len(losses), "text": texts, "showlegend": False}
-    bars_and_words = [
-        {**common, **claims, "marker": {"color": GRID}},
-        {**common, **seen, "marker": {"color": colours}},
-        {
-            "y": titles,
-            **beside,
-            "textposition": "middle left",
-            "hoverinfo": "skip",
-            "textfont": {"size": 12, "color": FAINT},
-        },
+def learners_table(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> PageTable:
+    """The largest loss that was seen of every learner, against its claim."""
+    rows = [
+        (
+            f"{names[each.learner]}, audited" if each.learner == audited else names[each.learner],
+            each.largest,
+            each.claim,
+            each.largest / each.claim if 0 < each.claim < math.inf else math.nan,
+        )
+        for each in losses
     ]
-    layout = {
-        "height": 110 + 34 * len(losses),
-        "barmode": "overlay",
-        "margin": {"l": 90, "r": 24, "t": 12, "b": 44},
-        "xaxis": axis("privacy loss", range=[0, 1.6 * full], showticklabels=bool(values)),
-        "yaxis": axis("", autorange="reversed", showgrid=False),
-    }
-    return Figure("learners", "Learner by learner", bars_and_words if losses else (), layout)
+    above = [k for k, each in enumerate(losses) if each.largest > each.claim * (1 + 1e-9) + 1e-9]
+    columns = (
+        Column("learner"),
+        Column("largest loss seen", partial(number, digits=3)),
+        Column("claimed at most", number),
+        Column("so much of the claim", share, kind="bar"),
+    )
+    return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 1) for row in above), narrow=True)

@@ -17,25 +17,24 @@ from sottovoce_client.reports.drawing import (
     BLUE,
     FAINT,
     GREEN,
-    GRID,
     INK,
     PINK,
     RED,
     Figure,
-    Trace,
-    axis,
+    View,
     band,
     bars,
-    buttons,
     diamond,
+    dots,
     line,
     positive,
-    round_axis,
+    rounds_across,
     rule,
     switched,
     thinned,
     upright,
 )
+from sottovoce_client.reports.marks import Axis, Mark
 from sottovoce_client.wording import number
 
 WORLDS = (("first world", BLUE), ("second world", RED))
@@ -70,41 +69,30 @@ def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
     totals, worlds = shown.total[known], shown.worlds[known]
     reach = float(np.abs(totals).max(initial=0.0))
     if reach == 0.0:
-        return Figure("losses", title, ())
+        return Figure("losses", title, (), ())
     edges = np.linspace(-1.0001, 1.0001, 50 if len(totals) > 400 else 26) * reach
-    traces = []
+    marks = []
     for world, (name, colour) in enumerate(WORLDS):
         counts, _ = np.histogram(totals[worlds == world], edges)
-        traces.append(bars(edges, counts, name, colour, hovertemplate="%{y:,} runs"))
+        marks.append(bars(edges, counts, name, colour))
     for (name, colour), heights in zip(WORLDS, expected(totals, edges), strict=True):
-        steps: Trace = {
-            "mode": "lines",
-            "line": {"shape": "hvh", "color": colour, "width": 1.6},
-            "hovertemplate": "%{y:.1f}",
-        }
-        traces.append(line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, **steps))
-    marks = [("claim", claim, INK, "solid"), ("paper", paper, FAINT, "dot")]
-    drawn = [
-        upright(sign * value, f"{'−' if sign < 0 else ''}{name}", colour, dash)
-        for name, value, colour, dash in marks
-        if 0.0 < value < math.inf
-        for sign in (-1, 1)
-    ]
-    layout: Trace = {"shapes": [shape for shape, _ in drawn], "annotations": [text for _, text in drawn]}
-    layout |= {"barmode": "overlay", "bargap": 0, "hovermode": "x", "margin": {"l": 56, "r": 24, "t": 52, "b": 48}}
-    layout |= {"yaxis": axis("runs", tickformat=",", rangemode="tozero"), **_near_and_far(reach, claim)}
-    return Figure("losses", title, traces, layout)
+        marks.append(
+            line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, step="middle", width=1.6)
+        )
+    for name, value, colour, dash in (("± claim", claim, INK, "solid"), ("± the paper’s", paper, FAINT, "dot")):
+        if 0.0 < value < math.inf:
+            marks += [upright(value, name, colour, dash), upright(-value, "", colour, dash)]
+    return Figure("losses", title, marks, _near_and_far(reach, claim))
 
 
-def _near_and_far(reach: float, claim: float) -> Trace:
-    """A horizontal axis as far as the losses go, or as the claim, and buttons for both where they are far apart."""
+def _near_and_far(reach: float, claim: float) -> tuple[View, ...]:
+    """As far across as the losses go, or as the claim, and both where they are far apart."""
     near, far = 1.1 * reach, 1.15 * max(reach, claim if math.isfinite(claim) else 0.0)
-    close = far > 2.5 * near
-    views = (("± claim", {"xaxis.range": [-far, far]}), ("closer", {"xaxis.range": [-near, near]}))
-    shown = [-near, near] if close else [-far, far]
-    # Clear of what is written along the upper edge.
-    menu = buttons(*views, active=int(close), y=1.07) if far > 1.3 * near else []
-    return {"xaxis": axis("privacy loss of a run", range=shown, zeroline=True, zerolinecolor=GRID), "updatemenus": menu}
+    wide, close = (
+        View(name, Axis("privacy loss of a run", low=-end, high=end), Axis("runs", zero=True))
+        for name, end in (("± claim", far), ("closer", near))
+    )
+    return (close, wide) if far > 2.5 * near else (wide, close) if far > 1.3 * near else (wide,)
 
 
 # ---- guessing --------------------------------------------------------------------------------------------------------
@@ -132,30 +120,21 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     across = np.concatenate(
         [np.geomspace(least / 10, 0.02, 40), np.linspace(0.025, 0.975, 77), 1 - np.geomspace(0.02, 1e-6, 20)]
     )
-    traces: list[Trace] = []
+    marks: list[Mark] = []
     if math.isfinite(claim):
         lower = np.maximum(1.0 - allowed(claim, 1.0 - across), least / 10)
-        traces += band(across, lower, allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2)
+        marks.append(band(across, lower, allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
     if bound > 0.0:
-        edge = f"edge of ε = {number(bound, 3)}"
-        traces.append(rule(across, allowed(bound, across), edge, GREEN, hoverinfo="skip"))
-    traces.append(rule(across, across, "blind guessing", FAINT, "dot", hoverinfo="skip"))
+        marks.append(rule(across, allowed(bound, across), f"edge of ε = {number(bound, 3)}", GREEN))
+    marks.append(rule(across, across, "blind guessing", FAINT, "dot"))
     false, true = roc(shown)
     kept = thinned(len(false))
-    hover: Trace = {"mode": "lines", "hovertemplate": "true %{y:.3f}, false %{x:.3f}<extra></extra>"}
-    traces.append(line(false[kept], true[kept], "guessing by the loss", BLUE, **hover))
-    views = (("linear", "linear", [0, 1.02]), ("logarithmic", "log", [math.log10(least), 0.05]))
-    layout = {
-        "xaxis": axis("false positive rate", range=[0, 1.02]),
-        "yaxis": axis("true positive rate", range=[0, 1.02]),
-        "updatemenus": buttons(
-            *(
-                (name, {f"{z}axis.{k}": v for z in "xy" for k, v in (("type", kind), ("range", ends))})
-                for name, kind, ends in views
-            )
-        ),
-    }
-    return Figure("roc", "How well the worlds can be told apart", traces, layout)
+    marks.append(line(false[kept], true[kept], "guessing by the loss", BLUE))
+    views = [
+        View(name, *(Axis(f"{what} positive rate", log=log, low=low, high=high) for what in ("false", "true")))
+        for name, log, low, high in (("linear", False, 0.0, 1.02), ("logarithmic", True, least, 1.12))
+    ]
+    return Figure("roc", "How well the worlds can be told apart", marks, views)
 
 
 def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
@@ -185,66 +164,60 @@ def progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
     """The lower bound as runs come in; nothing where no run was guessed."""
     title = "What more runs add"
     if not guessed.guesses:
-        return Figure("progress", title, ())
+        return Figure("progress", title, (), ())
     at, lower, best = progress(shown, guessed)
-    runs, step = len(shown.total), {"color": GREEN, "width": 2.2, "shape": "hv"}
-    traces = [
+    runs = len(shown.total)
+    marks = [
         rule(at, best, "at best", PINK, "dot"),
-        line(at, lower, "valid at every look", GREEN, mode="lines") | {"line": step},
+        line(at, lower, "valid at every look", GREEN, step="after", width=2.2),
         diamond(runs, guessed.value, "all runs, looked at once", GREEN),
     ]
     if claim <= SHOWN_CLAIM * float(best[-1]):
-        traces.append(rule([1, runs], [claim, claim], "claim"))
-    across = axis("runs of both worlds so far", type="log", dtick=1, tickformat=",")
-    layout = {"hovermode": "x unified", "xaxis": across, "yaxis": axis("lower bound on ε", rangemode="tozero")}
-    return Figure("progress", title, traces, layout)
+        marks.append(rule([1, runs], [claim, claim], "claim"))
+    across = Axis("runs of both worlds so far", log=True, form="count")
+    return Figure("progress", title, marks, (View("", across, Axis("lower bound on ε", zero=True)),))
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _by_round(name: str, title: str, what: str, curves: Sequence[tuple[str, FloatArray, Trace]]) -> Figure:
-    """Lines over rounds, logarithmic where they are decades apart; nothing where nothing finite is above zero."""
-    known = [(said, positive(values), look) for said, values, look in curves]
-    known = [each for each in known if np.isfinite(each[1]).any()]
+def _by_round(name: str, title: str, what: str, marks: Sequence[Mark]) -> Figure:
+    """Marks over rounds, logarithmic where they are decades apart; nothing where nothing finite is above zero."""
+    known = [each for each in marks if np.isfinite(each.y).any()]
     if not known:
-        return Figure(name, title, ())
-    drawn = np.concatenate([values[np.isfinite(values)] for _, values, _ in known])
-    kept = thinned(len(known[0][1]))
-    traces = [{**line(kept, values[kept], said, INK), "connectgaps": False, **look} for said, values, look in known]
-    layout = {"hovermode": "x unified", "showlegend": True, "xaxis": round_axis(len(known[0][1]), rangemode="tozero")}
-    return Figure(name, title, traces, layout | switched(what, logarithmic=bool(drawn.max() > 30 * drawn.min())))
-
-
-_CLAIMED: Trace = {"mode": "lines", "line": {"color": INK, "width": 1.8, "dash": "dash"}}
+        return Figure(name, title, (), ())
+    drawn = np.concatenate([each.y[np.isfinite(each.y)] for each in known])
+    views = switched(rounds_across(low=0.0), what, logarithmic=bool(drawn.max() > 30 * drawn.min()))
+    return Figure(name, title, known, views)
 
 
 def cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
-    looks: list[Trace] = [{"mode": "lines", "line": {"color": colour, "width": 2.2}} for colour in (RED, BLUE)]
-    curves = (
-        ("claimed at most", claim, _CLAIMED),
-        ("largest loss of any run", shown.peak, looks[0]),
-        ("mean loss of all runs", shown.typical, looks[1]),
-    )
-    return _by_round("cumulative", "All rounds so far", "privacy loss so far", curves)
+    kept = thinned(len(claim))
+    curves = (("largest loss of any run", shown.peak, RED), ("mean loss of all runs", shown.typical, BLUE))
+    marks = [
+        _claimed(kept, claim),
+        *(line(kept, positive(y[kept]), name, colour, width=2.2) for name, y, colour in curves),
+    ]
+    return _by_round("cumulative", "All rounds so far", "privacy loss so far", marks)
+
+
+def _claimed(kept: IntArray, claim: FloatArray) -> Mark:
+    return rule(kept, positive(claim[kept]), "claimed at most", width=1.8)
 
 
 def single_plot(rounds: RoundBounds | None) -> Figure:
     """Every message on its own: the claim, the largest loss and the lower bound; nothing where they are not known."""
     name, title, what = "single", "Every message on its own", "privacy loss of the round"
     if rounds is None:
-        return Figure(name, title, ())
+        return Figure(name, title, (), ())
     claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
-    above = bound > claim
-    within, over = (
-        {"mode": "markers", "marker": {"size": size, "symbol": symbol, "color": colour}}
-        for size, symbol, colour in ((7, "circle", GREEN), (9, "x", RED))
-    )
-    curves = (
-        ("claimed at most", claim, _CLAIMED),
-        ("largest loss of any message", rounds.largest, {"mode": "lines", "line": {"color": BLUE, "width": 1.2}}),
-        ("lower bound", np.where(above, math.nan, bound), within),
-        ("lower bound above the claim", np.where(above, bound, math.nan), over),
-    )
-    return _by_round(name, title, what, curves)
+    kept = thinned(len(claim))
+    lower, above = positive(bound[kept]), bound[kept] > claim[kept]
+    marks = [
+        _claimed(kept, claim),
+        line(kept, positive(rounds.largest[kept]), "largest loss of any message", BLUE, width=1.2),
+        dots(kept, np.where(above, math.nan, lower), "lower bound", GREEN, width=6),
+        dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
+    ]
+    return _by_round(name, title, what, marks)

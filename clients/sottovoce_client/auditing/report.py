@@ -113,9 +113,8 @@ def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
     rounds, near = len(pair.first), pictures.close_rounds(pair)
     yield pictures.twins_plot("twins", "The whole run", pair, thinned(rounds))
     close = pictures.twins_plot("twins-close", "Around the swap", pair, near)
-    yield close if len(near) < rounds else replace(close, traces=())
+    yield close if len(near) < rounds else replace(close, marks=())
     yield pictures.said_plot(done, heard)
-    yield pictures.learners_plot(done.learners, plan.run.spec.names, plan.worlds.learner)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -138,6 +137,7 @@ def _tables(done: Audit) -> Iterator[PageTable]:
     yield _marked("guesses", "Guesses", columns, guesses, over)
     yield _single(found)
     yield _moved(done.twins)
+    yield pictures.learners_table(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
 
 
 def _marked(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.arrays import as_floats
 from sottovoce.budget.calibration import Target, calibrate
 from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce.errors import SpecError
@@ -23,20 +22,8 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import (
-    BLUE,
-    FAINT,
-    GREEN,
-    PINK,
-    RED,
-    Figure,
-    Trace,
-    axis,
-    diamond,
-    dots,
-    finite,
-    line,
-)
+from sottovoce_client.reports.drawing import BLUE, FAINT, GREEN, PINK, RED, Figure, View, diamond, dots, line
+from sottovoce_client.reports.marks import Axis
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import number, with_error
 
@@ -184,13 +171,13 @@ def _balance(answer: _Answer, trade: Trade) -> Figure:
     best = answer.optimum
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
     loss, worth = answer.curve.at(x), trade.utility.at(x)
-    traces = [
-        line(x, as_floats(loss - worth), "J = L − U", RED, **_HOVER),
-        line(x, loss, "L: accuracy lost", BLUE, dash="dot", **_HOVER),
-        line(x, worth, "U: worth of privacy", GREEN, dash="dot", **_HOVER),
+    marks = [
+        line(x, as_floats(loss - worth), "J = L − U", RED),
+        line(x, loss, "L: accuracy lost", BLUE, dash="dot"),
+        line(x, worth, "U: worth of privacy", GREEN, dash="dot"),
         diamond(best.alpha, best.objective, f"best: ε = {number(best.alpha)}", PINK),
     ]
-    return Figure("balance", "The best level", traces, {"xaxis": _across(x), "yaxis": axis("in units of the loss")})
+    return Figure("balance", "The best level", marks, (View("", _EPSILON, Axis("in units of the loss")),))
 
 
 def _fitted(answer: _Answer, loss: str) -> Figure:
@@ -198,21 +185,12 @@ def _fitted(answer: _Answer, loss: str) -> Figure:
     measured, errors = answer.measured, np.array([each.error for each in answer.measured])
     ends = [each.epsilon for each in measured] + [answer.optimum.lowest, answer.optimum.highest]
     x = as_floats(np.geomspace(min(ends), max(ends), 300))
-    bars: Trace = {}
-    if np.isfinite(errors).all():
-        bars = {"error_y": {"type": "data", "array": finite(2 * errors), "color": BLUE, "thickness": 1.2, "width": 4}}
-    name = "simulated" + (" ± 2 standard errors" if bars else "")
+    known = bool(np.isfinite(errors).all())
+    name = "simulated" + (" ± 2 standard errors" if known else "")
     epsilons, losses = [each.epsilon for each in measured], [each.loss for each in measured]
-    points = dots(epsilons, losses, name, BLUE, marker={"size": 9, "color": BLUE}, **bars, **_HOVER)
-    traces = [line(x, answer.curve.at(x), "fitted", FAINT, **_HOVER), points]
-    return Figure("accuracy", "What accuracy costs", traces, {"xaxis": _across(x), "yaxis": axis(loss)})
+    points = dots(epsilons, losses, name, BLUE, width=9, low=2 * errors if known else None)
+    marks = [line(x, answer.curve.at(x), "fitted", FAINT), points]
+    return Figure("accuracy", "What accuracy costs", marks, (View("", _EPSILON, Axis(loss)),))
 
 
-_HOVER: Trace = {"hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
-
-
-def _across(x: FloatArray) -> Trace:
-    """A logarithmic axis for levels, with marks at 1, 2, 5 of every decade."""
-    powers = range(math.floor(math.log10(x[0])), math.ceil(math.log10(x[-1])) + 1)
-    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    return axis("ε", type="log", tickvals=marks, ticktext=[f"{mark:g}" for mark in marks])
+_EPSILON = Axis("ε", log=True)

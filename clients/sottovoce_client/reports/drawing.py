@@ -1,43 +1,36 @@
-"""Figures in the pages' style, each a value that a page shows and an export writes, and the pieces that they are made of.
-
-Nothing infinite or missing reaches a figure: such values become gaps, and the page says in words what is infinite.
-"""
+"""Figures in the pages' style, each a value that a page shows and an export writes, and the pieces that they are made of."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.data.files import import_extra
+from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce_client.reports import svg
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, Scale, Values, scaled
+from sottovoce_client.reports.rendering import render
+from sottovoce_client.reports.tables import Column, PageTable
 
-# Okabe and Ito's colours, which all readers can tell apart, without the yellow, which is too pale on white.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4B4B4B", "#8C6D31")
 BLUE, RED, GREEN, PINK = PALETTE[:4]
-INK, FAINT, GRID, RULE, AREA, _CLEAR = "#1f2933", "#6b7785", "#e6eaee", "#b8c2cc", "#9aa5b1", "rgba(0,0,0,0)"
+INK, FAINT, RULE, AREA = "ink", "faint", "rule", "area"
+MOST_PANELS = 24
+"""Curves that are drawn each on its own; more are drawn together, thin and alike."""
 _MOST_POINTS = 400
-_FEW_POINTS = 25
-"""A curve of so many points, or fewer, shows them."""
+_MOST_ROWS = 12
+"""Of the numbers below a plot."""
 
-Trace = dict[str, Any]
-_Values = Sequence[float] | FloatArray | IntArray
 
-_STYLE: Trace = {
-    "template": None,
-    "height": 390,
-    "margin": {"l": 60, "r": 28, "t": 46, "b": 48},
-    "paper_bgcolor": _CLEAR,
-    "plot_bgcolor": _CLEAR,
-    "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
-    "legend": {"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "font": {"size": 12}, "traceorder": "normal"},
-    "modebar": {"bgcolor": _CLEAR, "color": RULE, "activecolor": INK},
-    "hoverlabel": {"bgcolor": "white", "bordercolor": GRID, "font": {"color": INK}, "namelength": -1},
-}
+@dataclass(frozen=True, slots=True)
+class View:
+    """One way to look at a figure."""
+
+    name: str
+    x: Axis
+    y: Axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,48 +40,133 @@ class Figure:
     Attributes:
         name: no other figure or table of the page has it; `plot-NAME` is its id there.
         title: what it shows.
-        traces: plotly's.
-        layout: plotly's, where it differs from `_STYLE`.
+        marks: what is drawn, the lowest first.
+        views: ways to look at it; the first is shown until another one is chosen.
+        height: of the plot, in pixels.
+        numbers: what stands below it for those who do not see it; None: the curves' values.
     """
 
     name: str
     title: str
-    traces: Sequence[Trace]
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    marks: Sequence[Mark]
+    views: Sequence[View]
+    height: int = 300
+    numbers: PageTable | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.traces)
-
-    def drawn(self) -> Any:
-        """The same as plotly's own `Figure`, which writes itself as HTML, JSON or an image."""
-        return extra("plotly.graph_objects").Figure(list(self.traces), {**_STYLE, **self.layout})
+        return bool(self.marks)
 
     def __html__(self) -> str:
-        """A piece of a page that draws itself with plotly.js."""
+        """A piece of a page."""
         if not self:
             return ""
-        # Only the button that saves a picture: dragging zooms in, and a double click goes back.
-        config = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage"]]}
-        more = {"include_plotlyjs": False, "full_html": False, "div_id": f"plot-{self.name}"}
-        text: str = extra("plotly.io").to_html(self.drawn(), config, **more)
-        return text
+        curves = [each for each in self.marks if each.kind == "line" and not each.context]
+        many = len(curves) > len(PALETTE)
+        drawn = [_View(self, view, curves, panels=many and len(curves) <= MOST_PANELS) for view in self.views]
+        listed = [each for each in self.marks if each.name and not (many and each in curves)]
+        return render(
+            "figure.html.j2",
+            figure=self,
+            views=drawn,
+            legend=[(svg.key(each), each.name) for each in listed],
+            curves=len(curves) if many else 0,
+            panels=drawn[0].panels,
+            numbers=self.numbers or _numbers(self),
+        )
 
 
-def extra(module: str) -> Any:
-    """A module that pages need, imported only when one is written.
+class _View:
+    """A view, drawn."""
 
-    Raises:
-        SpecError: it is not installed.
-    """
-    return import_extra(module, module.partition(".")[0], "a page")
+    def __init__(self, figure: Figure, view: View, curves: Sequence[Mark], *, panels: bool) -> None:
+        self.name, self.x, self.y, self.panels = view.name, view.x, view.y, panels
+        self._figure, self._curves = figure, curves
+        self._across = scaled(view.x, _reach(figure.marks, "x"))
+        self._up = scaled(view.y, _reach(figure.marks, "y"))
+        self.ends = [_ends(self._across), _ends(self._up)]
+        self.left = 16 + 7 * svg.widest(self._up)
+
+    @property
+    def label(self) -> str:
+        """What is seen, for those who do not."""
+        axes = f"across {self.x.title}, up {self.y.title}" if self.y.title else f"across {self.x.title}"
+        last = [(each.name, _last(each.y)) for each in self._curves if each.name]
+        told = [f"{name} ends at {self.y.said(value)}" for name, value in last if value is not None]
+        return ". ".join(
+            [f"{self._figure.title}: {axes}", *([", ".join(told)] if told and len(told) <= len(PALETTE) else [])]
+        )
+
+    def drawings(self) -> Iterator[tuple[str, str]]:
+        """Titles, and the plots below them: one for everything, or one for every curve."""
+        frame = svg.grid(self._across, self._up, 3 if self.panels else 6)
+        if not self.panels:
+            marks = svg.stretched(svg.mark(each, self._across, self._up) for each in self._figure.marks)
+            over = "".join(svg.shapes(each, self._across, self._up) for each in self._figure.marks)
+            yield "", frame + marks + over
+            return
+        around = [each for each in self._figure.marks if each not in self._curves]
+        name = f"all-{self._figure.name}-{self.name.replace(' ', '-')}"
+        drawings = svg.panels(self._curves, around, self._across, self._up, name)
+        yield from ((each.name, frame + drawing) for each, drawing in zip(self._curves, drawings, strict=True))
+
+
+def _ends(scale: Scale) -> str:
+    kind = "log" if scale.axis.log else "linear"
+    return f"{scale.low:.8g} {scale.high:.8g} {kind} {scale.axis.form}"
+
+
+def _reach(marks: Sequence[Mark], which: str) -> FloatArray:
+    """All values of one axis."""
+    found: list[FloatArray] = []
+    for each in marks:
+        if which == "x":
+            half = np.diff(each.x).mean() / 2 if each.kind == "bars" and len(each.x) > 1 else 0.0
+            found += [each.x - half, each.x + half]
+        elif each.kind != "upright":
+            found.append(each.y)
+            if each.low is not None:
+                found += [each.low] if each.kind == "area" else [each.y - each.low, each.y + each.low]
+    return np.concatenate([as_floats(each) for each in found]) if found else np.zeros(0)
+
+
+def _last(values: FloatArray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def finite(values: _Values) -> list[float | None]:
-    """Values for plotly, to five digits: None, which it draws as a gap, for what is not finite."""
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+def _numbers(figure: Figure) -> PageTable:
+    """The values of what has a name, at a few places across: a row for a place, or for a curve where these are many."""
+    view = figure.views[0]
+    named = [each for each in figure.marks if each.name and each.kind in ("line", "dots", "bars") and len(each.x)]
+    curves = [each for each in named if not each.context] or named
+    x = np.unique(np.concatenate([each.x for each in curves])) if curves else np.zeros(0)
+    few = len(named) <= len(PALETTE)
+    x = x[thinned(len(x), 50 if any(each.kind == "bars" for each in named) else _MOST_ROWS if few else 5)]
+    values = [_at(each, x) for each in named]
+    heads = [view.x.said(float(each)) for each in x]
+    name, title = f"numbers-{figure.name}", figure.title
+    if few:
+        columns = [Column(view.x.title), *(Column(each.name, view.y.said) for each in named)]
+        rows = [(head, *row) for head, row in zip(heads, np.transpose(values).tolist(), strict=True)]
+        return PageTable(name, title, columns, rows)
+    columns = [Column(view.y.title), *(Column(f"{view.x.title} {head}", view.y.said) for head in heads)]
+    return PageTable(
+        name, title, columns, [(each.name, *row.tolist()) for each, row in zip(named, values, strict=True)]
+    )
+
+
+def _at(each: Mark, x: FloatArray) -> FloatArray:
+    """What is drawn there; not a number where nothing is."""
+    if each.kind == "line" and not each.step and len(each.x) > 1 and (np.diff(each.x) > 0).all():
+        return np.interp(x, each.x, each.y, math.nan, math.nan)
+    order = np.argsort(each.x, kind="stable")
+    place = np.searchsorted(each.x[order], x, side="right") - 1
+    found = each.y[order][np.maximum(place, 0)]
+    outside = (place < 0) | ((each.x[order][np.maximum(place, 0)] != x) & (each.kind != "line"))
+    return np.where(outside, math.nan, found)
 
 
 def thinned(length: int, most: int = _MOST_POINTS) -> IntArray:
@@ -101,67 +179,56 @@ def positive(values: FloatArray) -> FloatArray:
     return np.where(values > 0, values, math.nan)
 
 
-def label(name: str, most: int = 18) -> str:
-    """A name as plotly's text, in which it would read tags."""
-    return html.escape(name if len(name) <= most else f"{name[: most - 1]}…")
+def finite(values: Values) -> FloatArray:
+    """Gaps for what is not finite."""
+    given = np.array([math.nan if value is None else value for value in values], dtype=float)
+    return np.where(np.isfinite(given), given, math.nan)
 
 
-# ---- traces ----------------------------------------------------------------------------------------------------------
+def short(name: str, most: int = 18) -> str:
+    """A name for which there is little room."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def line(
-    x: _Values, y: _Values, name: str, colour: str, *, width: float = 2.0, dash: str = "solid", **more: Any
-) -> Trace:
+# ---- marks -----------------------------------------------------------------------------------------------------------
+
+
+def line(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
     """A curve; its points are marked where they are few."""
-    mode = "markers" if len(x) == 1 else "lines+markers" if len(x) <= _FEW_POINTS else "lines"
-    look = {
-        "mode": mode,
-        "line": {"color": colour, "width": width, "dash": dash},
-        "marker": {"color": colour, "size": 5},
-    }
-    places = {"x": finite(x), "y": finite(y), "name": name}
-    return {"type": "scatter", **places, **look, "hovertemplate": "%{y:.4~g}", **more}
+    return Mark("line", finite(x), finite(y), name, colour, **more)
 
 
-def rule(x: _Values, y: _Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Trace:
+def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Mark:
     """A curve to compare others with, whose points mean nothing."""
-    return line(x, y, name, colour, width=1.5, dash=dash, **{"mode": "lines", **more})
+    return line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
 
 
-def dots(x: _Values, y: _Values, name: str, colour: str, **more: Any) -> Trace:
+def dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
     """Points that no line connects."""
-    return line(x, y, name, colour, **{"mode": "markers", "marker": {"size": 5.5, "color": colour}, **more})
+    return Mark("dots", finite(x), finite(y), name, colour, **{"width": 5.5, **more})
 
 
-def diamond(x: float, y: float, name: str, colour: str) -> Trace:
+def diamond(x: float, y: float, name: str, colour: str) -> Mark:
     """The one point that matters."""
-    marker = {"size": 11, "symbol": "diamond", "color": colour, "line": {"color": "white", "width": 1.5}}
-    return dots([x], [y], name, colour, marker=marker, cliponaxis=False)
+    return dots([x], [y], name, colour, shape="diamond")
 
 
-def bars(edges: FloatArray, heights: _Values, name: str, colour: str, **more: Any) -> Trace:
+def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
     """A histogram through which another one is seen."""
-    places = {"x": finite((edges[1:] + edges[:-1]) / 2), "y": finite(heights), "width": float(edges[1] - edges[0])}
-    return {"type": "bar", **places, "name": name, "marker": {"color": colour, "opacity": 0.45}, **more}
+    return Mark("bars", finite((edges[1:] + edges[:-1]) / 2), finite(heights), name, colour)
 
 
-def band(
-    x: _Values, low: _Values, high: _Values, colour: str, name: str = "", width: float = 0.0, **more: Any
-) -> list[Trace]:
+def band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
     """The area between two curves; in the legend if it has a name."""
-    look = {"mode": "lines", "hoverinfo": "skip", **more}
-    edge = line(x, low, name, colour, width=width, **{**look, "showlegend": False})
-    fill = {"fill": "tonexty", "fillcolor": _faded(colour), "showlegend": bool(name), **more}
-    return [edge, {**edge, **fill, "y": finite(high)}]
+    return Mark("area", finite(x), finite(high), name, colour, width, low=finite(low))
 
 
-def _faded(colour: str, alpha: float = 0.14) -> str:
-    """The colour, of an area."""
-    red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
+def upright(at: float, name: str, colour: str, dash: str) -> Mark:
+    """A vertical line through the whole plot, which is not seen where the axis does not reach."""
+    return Mark("upright", finite([at]), finite([math.nan]), name, colour, 1.5, dash)
 
 
-def spread(rows: FloatArray, name: str, colour: str) -> list[Trace]:
+def spread(rows: FloatArray, name: str, colour: str) -> list[Mark]:
     """The largest of curves `(curves, rounds)` as a line, and a band down to the smallest; nothing where none is above zero."""
     kept = thinned(rows.shape[1])
     high, low = positive(rows.max(axis=0)[kept]), positive(rows.min(axis=0)[kept])
@@ -170,45 +237,18 @@ def spread(rows: FloatArray, name: str, colour: str) -> list[Trace]:
     top = line(kept + 1, high, name, colour, width=2.2)
     if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
         return [top]
-    return [*band(kept + 1, low, high, colour), top]
+    return [band(kept + 1, low, high, colour), top]
 
 
-# ---- axes ------------------------------------------------------------------------------------------------------------
+# ---- views -----------------------------------------------------------------------------------------------------------
 
 
-def axis(title: str, **more: Any) -> Trace:
-    """An axis in the page's style."""
-    rules = {"gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True}
-    return {"title": {"text": title, "font": {"size": 12, "color": FAINT}}, **rules, **more}
+def rounds_across(**more: Any) -> Axis:
+    """An axis of rounds."""
+    return Axis("round", **{"form": "count", **more})
 
 
-def round_axis(rounds: int, **more: Any) -> Trace:
-    """An axis of so many rounds: no fractions of a round where there are few."""
-    return axis("round", tickformat=",", **({"dtick": 1} if rounds <= 12 else {}), **more)
-
-
-def switched(title: str, *, logarithmic: bool) -> Trace:
-    """A layout whose vertical axis is turned from linear to logarithmic and back by buttons."""
-    decades = {"type": "log", "dtick": 1, "exponentformat": "power"}
-    views = (
-        ("logarithmic", {f"yaxis.{key}": value for key, value in decades.items()}),
-        ("linear", {"yaxis.type": "linear", "yaxis.dtick": None}),
-    )
-    vertical = axis(title, **(decades if logarithmic else {"rangemode": "tozero"}))
-    return {"yaxis": vertical, "updatemenus": buttons(*views, active=int(not logarithmic))}
-
-
-def buttons(*choices: tuple[str, Trace], active: int = 0, y: float = 1.02) -> list[Trace]:
-    """A row of buttons above the plot's right end, each of which changes the layout."""
-    row = [{"label": label, "method": "relayout", "args": [change]} for label, change in choices]
-    place = {"x": 1, "xanchor": "right", "y": y, "yanchor": "bottom", "direction": "right", "type": "buttons"}
-    look = {"bgcolor": "white", "bordercolor": GRID, "font": {"size": 11, "color": FAINT}, "pad": {"b": 2}}
-    return [{"buttons": row, "active": active, "showactive": True, **place, **look}]
-
-
-def upright(at: float, name: str, colour: str, dash: str) -> tuple[Trace, Trace]:
-    """A vertical line through the whole plot, and its name; neither is seen where the axis does not reach."""
-    place = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at}
-    side = {"x": at, "y": 1, "xref": "x", "yref": "paper", "yanchor": "bottom", "showarrow": False}
-    shape = {"type": "line", **place, "line": {"color": colour, "width": 1.5, "dash": dash}}
-    return shape, {**side, "text": name, "font": {"size": 11, "color": colour}}
+def switched(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
+    """Views whose vertical axis is logarithmic and linear, the better one first."""
+    views = View("logarithmic", x, Axis(title, log=True)), View("linear", x, Axis(title, zero=True))
+    return views if logarithmic else views[::-1]

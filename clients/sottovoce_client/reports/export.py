@@ -1,7 +1,7 @@
 """Results as files for papers: tables as CSV and LaTeX, figures as SVG, PDF and PNG.
 
 Exported figures are drawn by Matplotlib: plain files, fonts embedded, no browser needed. What is drawn is the same list of
-plotly's lines that pages show, so that a figure is described once.
+marks that pages show, so that a figure is described once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.table import Table
-from sottovoce_client.reports.drawing import Figure, Trace
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import COLOURS, Axis, Mark
 
 FIGURES = ("svg", "pdf", "png")
 _TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
@@ -21,6 +22,7 @@ _TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
 _WIDTH, _HEIGHT = 5.0, 3.2
 """Of a figure, in inches: a column and a half of most papers."""
 _DPI = 200
+_FEW_POINTS = 10
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _LOOK = {
     "axes.spines.top": False,
@@ -88,39 +90,30 @@ def _write_figure(figure: Figure, path: Path) -> None:
             figsize=(_WIDTH, _HEIGHT), layout="constrained"
         )
         axes = canvas.add_subplot()
-        edge: Trace = {}
-        for trace in figure.traces:
-            _draw(axes, trace, edge)
-            edge = trace
-        for which in ("x", "y"):
-            _set_axis(axes, which, figure.layout.get(f"{which}axis", {}))
-        if any(_named(trace) for trace in figure.traces):
+        for mark in figure.marks:
+            _draw(axes, mark)
+        view = figure.views[0]
+        _set_axis(axes, "x", view.x)
+        _set_axis(axes, "y", view.y)
+        if sum(bool(mark.name) for mark in figure.marks) > 1:
             axes.legend(frameon=False, fontsize=8)
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         canvas.savefig(path, dpi=_DPI, metadata=undated.get(path.suffix[1:]))
 
 
-def _draw(axes: Any, trace: Trace, before: Trace) -> None:
-    """One of plotly's lines; a filled one is the upper edge of a band, and the trace before it the lower."""
-    x, y = trace["x"], [float("nan") if value is None else value for value in trace["y"]]
-    line = trace.get("line", {})
-    if trace.get("fill") == "tonexty":
-        low = [float("nan") if value is None else value for value in before["y"]]
-        axes.fill_between(x, low, y, color=trace["fillcolor"], linewidth=0)
-    elif line.get("width", 2):
-        style = {"color": line.get("color"), "linestyle": _DASHES[line.get("dash", "solid")], "linewidth": 1.4}
-        marker = "o" if "markers" in trace.get("mode", "lines") else None
-        axes.plot(x, y, label=trace["name"] if _named(trace) else None, marker=marker, markersize=3, **style)
+def _draw(axes: Any, mark: Mark) -> None:
+    colour = COLOURS[mark.colour][0]
+    if mark.kind == "area":
+        axes.fill_between(mark.x, mark.low, mark.y, color=colour, alpha=0.16, linewidth=0)
+    elif mark.kind == "line":
+        style = {"color": colour, "linestyle": _DASHES[mark.dash], "linewidth": 1.4}
+        point = "o" if len(mark.x) <= _FEW_POINTS else None
+        axes.plot(mark.x, mark.y, label=mark.name or None, marker=point, markersize=3, **style)
 
 
-def _named(trace: Trace) -> bool:
-    return bool(trace.get("name")) and trace.get("showlegend", True)
-
-
-def _set_axis(axes: Any, which: str, said: Mapping[str, Any]) -> None:
-    title = said.get("title", "")
-    getattr(axes, f"set_{which}label")(title["text"] if isinstance(title, Mapping) else title)
-    if said.get("type") == "log":
+def _set_axis(axes: Any, which: str, said: Axis) -> None:
+    getattr(axes, f"set_{which}label")(said.title)
+    if said.log:
         getattr(axes, f"set_{which}scale")("log")
 
 

@@ -6,75 +6,31 @@ skeleton `page.html.j2`. Whatever a template shows is escaped, and a name that n
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
-from sottovoce_client import wording
-from sottovoce_client.reports.drawing import Figure, extra
-
-_FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration", "reached_of")
-"""Functions of `wording` that templates may use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        head: its heading.
-        show: a value as people read it.
-        kind: how it stands: `number` to the right, `text` to the left, `long` to the left, on several lines.
-        group: heading above it and its neighbours of the same group.
-    """
-
-    head: str
-    show: Callable[[Any], str] = str
-    kind: Literal["number", "text", "long"] = "number"
-    group: str = ""
+from sottovoce_client.reports.marks import COLOURS
+from sottovoce_client.reports.rendering import render
+from sottovoce_client.reports.tables import Column as Column
+from sottovoce_client.reports.tables import PageTable as PageTable
 
 
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """A table on a page; false, and not shown, without rows.
-
-    Attributes:
-        name: no other figure or table of the page has it.
-        title: what it shows.
-        columns: the first one names a row.
-        rows: of values, as many in each as there are columns.
-        above: cells that show more than was claimed, as row and column.
-        narrow: no wider than it must be.
-    """
-
-    name: str
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
-    above: frozenset[tuple[int, int]] = frozenset()
-    narrow: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
+class Exhibit(Protocol):
+    """A figure or a table; false, and not shown, where there is nothing to show."""
 
     @property
-    def groups(self) -> list[tuple[str, int]]:
-        """Headings above the columns' own, and how many columns each spans; none without any."""
-        spans = [(group, len(list(each))) for group, each in itertools.groupby(c.group for c in self.columns)]
-        return spans if any(group for group, _ in spans) else []
+    def name(self) -> str:
+        """No other one of the page has it."""
+        ...
 
-    def texts(self) -> Iterator[list[str]]:
-        """Rows as people read them."""
-        for row in self.rows:
-            yield [column.show(value) for column, value in zip(self.columns, row, strict=True)]
+    def __bool__(self) -> bool: ...
 
-    def __html__(self) -> str:
-        return _render("table.html.j2", table=self) if self else ""
+    def __html__(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,43 +44,25 @@ class Page:
     """
 
     template: str
-    exhibits: Sequence[Figure | PageTable]
+    exhibits: Sequence[Exhibit]
     values: Mapping[str, Any]
 
     def html(self) -> str:
         """The page as text.
 
         Raises:
-            SpecError: plotly or Jinja2 are not installed.
+            SpecError: Jinja2 is not installed.
         """
-        script = extra("plotly.offline").get_plotlyjs()
         shown = {each.name: each for each in self.exhibits}
-        return _render(self.template, plotly_js=script, shown=shown, version=version("sottovoce"), **self.values)
+        script = render("page.js")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        skeleton = {"script": script, "script_digest": digest, "colours": COLOURS, "version": version("sottovoce")}
+        return render(self.template, shown=shown, **skeleton, **self.values)
 
     def write(self, path: Path) -> None:
         """Write the page.
 
         Raises:
-            SpecError: plotly or Jinja2 are not installed.
+            SpecError: Jinja2 is not installed.
         """
         path.write_text(self.html(), encoding="utf-8")
-
-
-def _render(template: str, **values: Any) -> str:
-    text: str = _templates().get_template(template).render(**values)
-    return text
-
-
-@cache
-def _templates() -> Any:
-    jinja = extra("jinja2")
-    made = jinja.Environment(
-        loader=jinja.PackageLoader("sottovoce_client.reports"),
-        autoescape=True,
-        undefined=jinja.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {name: getattr(wording, name) for name in _FILTERS}
-    made.tests["infinite"] = math.isinf
-    return made

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sottovoce_client.reports.heard import MOST_HEARD
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, run_figures
+from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import UNASKED, count, late_line, noticed_line, number, share, size, whole_line

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -28,7 +28,8 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
+from sottovoce_client.reports.drawing import Figure, View, band, line, short
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.simulation import means
 from sottovoce_client.wording import NOTHING, count, number, with_error
@@ -47,13 +48,13 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
-_PLOTS = (
-    ("average_loss", "average network loss", ".4~g"),
-    ("accuracy", "accuracy on held-out records", ".1%"),
-    ("tracking_error", "tracking error", ".4~g"),
-    ("consensus_error", "consensus error", ".4~g"),
+_PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
+    ("average_loss", "average network loss", "number"),
+    ("accuracy", "accuracy on held-out records", "share"),
+    ("tracking_error", "tracking error", "number"),
+    ("consensus_error", "consensus error", "number"),
 )
-"""Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
+"""Metrics that are drawn: their names, what the page calls them, and how their values are written."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 """For more lines than there are colours."""
 
@@ -280,25 +281,22 @@ def compare_page(results: Sequence[Result]) -> Page:
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
 
 
-def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> Figure:
-    traces = [
-        trace
+def _plot(results: Sequence[Result], metric: str, title: str, form: Literal["number", "share"]) -> Figure:
+    marks = [
+        mark
         for k, result in enumerate(results)
         if metric in result.curves
-        for trace in _lines(result, metric, form, k, banded=len(results) <= len(PALETTE))
+        for mark in _lines(result, metric, k, banded=len(results) <= len(PALETTE))
     ]
-    ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
-    layout = {"height": 400, "xaxis": axis("rounds", type="log", dtick=1), "yaxis": axis(title, **ticks)}
-    return Figure(metric.replace("_", "-"), title.capitalize(), traces, layout)
+    view = View("", Axis("rounds", log=True, form="count"), Axis(title, form=form))
+    return Figure(metric.replace("_", "-"), title.capitalize(), marks, (view,), height=340)
 
 
-def _lines(result: Result, metric: str, form: str, k: int, *, banded: bool) -> list[Trace]:
+def _lines(result: Result, metric: str, k: int, *, banded: bool) -> list[Mark]:
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
     rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
-    look: Trace = {"dash": _DASHES[k // len(PALETTE) % len(_DASHES)], "legendgroup": result.source, "mode": "lines"}
-    hover = f"round %{{x:,}}: %{{y:{form}}}"
-    mean = line(rounds, curve.mean, label(Path(result.source).stem, 40), colour, hovertemplate=hover, **look)
+    dash = _DASHES[k // len(PALETTE) % len(_DASHES)]
+    mean = line(rounds, curve.mean, short(Path(result.source).stem, 40), colour, dash=dash)
     if not (banded and np.isfinite(curve.error).all()):
         return [mean]
-    ends = (curve.mean - 2 * curve.error, curve.mean + 2 * curve.error)
-    return [*band(rounds, *ends, colour, legendgroup=result.source), mean]
+    return [band(rounds, curve.mean - 2 * curve.error, curve.mean + 2 * curve.error, colour), mean]

@@ -13,8 +13,9 @@ from sottovoce.door import METRICS
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.running.transcript import parquet
 from sottovoce.table import Table
-from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, finite, label
+from sottovoce_client.reports.drawing import Figure, View, band, line, short
 from sottovoce_client.reports.export import FIGURES, export
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark
 from sottovoce_client.reports.page import Page
 from sottovoce_client.running.sweep import RESULTS
 
@@ -107,7 +108,8 @@ def _changed(table: Table) -> list[str]:
 
 
 def _figure(metric: str, curves: Sequence[tuple[str, list[_Line]]], table: Table) -> Figure:
-    traces, words = [], metric.replace("_", " ")
+    words, simulated = metric.replace("_", " "), tuple(table.columns) == METRICS
+    marks: list[Mark] = []
     several = sum(len(lines) for _, lines in curves) > 1
     flat = [
         (" ".join(filter(None, (file if len(curves) > 1 else "", curve[0]))), curve)
@@ -115,21 +117,17 @@ def _figure(metric: str, curves: Sequence[tuple[str, list[_Line]]], table: Table
         for curve in lines
     ]
     for k, (name, curve) in enumerate(flat):
-        traces += list(_traces(name if several else "", curve, PALETTE[k % len(PALETTE)]))
-    x = axis("rounds", type="log", dtick=1) if tuple(table.columns) == METRICS else axis(_changed(table)[0])
-    return Figure(metric, words, traces, {"xaxis": x, "yaxis": axis(words)})
+        marks += _marks(name if several else words, curve, PALETTE[k % len(PALETTE)])
+    x = Axis("rounds", log=True, form="count") if simulated else Axis(_changed(table)[0])
+    return Figure(metric, words, marks, (View("", x, Axis(words)),), height=340)
 
 
-def _traces(name: str, curve: _Line, colour: str) -> Iterator[Trace]:
+def _marks(name: str, curve: _Line, colour: str) -> Iterator[Mark]:
     """The band, where there is one, and the line over it."""
     _, x, mean, low, high = curve
-    line = {"type": "scatter", "x": list(x), "legendgroup": name}
     if np.isfinite(low).all() and np.isfinite(high).all():
-        edge = {**line, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        yield {**edge, "y": finite(low)}
-        yield {**edge, "y": finite(high), "fill": "tonexty", "fillcolor": colour + "24"}
-    look = {"line": {"color": colour, "width": 2}, "mode": "lines+markers" if len(x) <= 10 else "lines"}
-    yield {**line, **look, "y": finite(mean), "name": label(name, 40), "showlegend": bool(name)}
+        yield band(x, low, high, colour)
+    yield line(x, mean, short(name, 40), colour)
 
 
 def export_results(folder: Path, asked: Sequence[str], tables: Mapping[str, Table]) -> None:

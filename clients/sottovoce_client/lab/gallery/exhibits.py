@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,7 +11,9 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
-from sottovoce_client.reports.drawing import FAINT, PALETTE, RULE, Figure, axis, label, line, rule, thinned
+from sottovoce_client.reports import heard
+from sottovoce_client.reports.drawing import FAINT, RULE, Figure, View, line, rule, thinned
+from sottovoce_client.reports.marks import PALETTE, Axis
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
 
@@ -90,14 +90,7 @@ def png(values: FloatArray) -> bytes:
     """A grey PNG of values in [0, 1] (1 is black), or in [-1, 1] where some are negative; one pixel a value."""
     ink = (values + 1.0) / 2.0 if (values < 0).any() else values
     grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
-    lines = b"".join(b"\0" + line.tobytes() for line in grey)
-    header = struct.pack(">IIBBBBB", grey.shape[1], grey.shape[0], 8, 0, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return heard.png(grey)
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
@@ -125,18 +118,15 @@ def _guesses(rows: Sequence[Membership]) -> PageTable:
 
 def _roc(rows: Sequence[Membership]) -> Figure:
     """Every row's ROC, and the regions that the claims leave."""
-    title, hover = "Guesses of membership", "%{x:.1%}, %{y:.1%}"
-    traces = [rule([0, 1], [0, 1], "a coin", RULE, "solid", hovertemplate=hover)]
+    title = "Guesses of membership"
+    marks = [rule([0, 1], [0, 1], "a coin", RULE, "solid")]
     claims = sorted({round(each.claim, 6) for each in rows if each.covered})
     for claim, dash in zip(claims, ("dot", "dash", "dashdot"), strict=False):
         corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {number(claim)} allows"
-        traces.append(rule([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash, hovertemplate=hover))
+        marks.append(rule([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
     for each, colour in zip(rows, PALETTE, strict=False):
         kept = thinned(len(each.guessed.false_alarms))
         name = f"{each.algorithm}, ε = {number(each.claim)}: {each.record}, from {each.seen}"
-        ends = (each.guessed.false_alarms[kept], each.guessed.detections[kept])
-        traces.append(line(*ends, label(name, 120), colour, mode="lines", hovertemplate=hover))
-    square = {"range": [0, 1.005], "tickformat": ".0%"}
-    layout = {"height": 470, "legend": {"x": 1.02, "y": 1, "font": {"size": 11.5}}}
-    layout |= {"xaxis": axis("false alarms", **square), "yaxis": axis("detections", **square)}
-    return Figure("roc", title, traces if rows else (), layout)
+        marks.append(line(each.guessed.false_alarms[kept], each.guessed.detections[kept], name, colour))
+    axes = (Axis(what, low=0.0, high=1.005, form="share") for what in ("false alarms", "detections"))
+    return Figure("roc", title, marks if rows else (), (View("", *axes),), height=420)

@@ -1,0 +1,146 @@
+"""Reports in a real browser: on a screen, a phone and paper, by keyboard, without scripts, in light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, expect
+from playwright.async_api import Page as Tab
+
+from sottovoce_client.reports.page import Page
+from sottovoce_client.reports.run_report import run_page
+from tests.client.browsers import GUARD_MS, NEEDED, chromium, hindrances, tab
+from tests.client.summaries import summary
+from tests.client.test_pages import PAGES
+
+pytestmark = NEEDED
+expect.set_options(timeout=GUARD_MS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as started:
+        yield started
+
+
+async def opened(seen: Tab, page: Page, folder: Path) -> Tab:
+    page.write(folder / "page.html")
+    await seen.goto((folder / "page.html").as_uri())
+    return seen
+
+
+def of_many(name: str) -> Page:
+    return run_page(summary(12, 40, name=name))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("made", [*PAGES, of_many])
+async def test_nothing_hinders_a_reader(
+    browser: Browser, tmp_path: Path, made: Callable[[str], Page], scheme: Any
+) -> None:
+    async with tab(browser, color_scheme=scheme) as seen:
+        await opened(seen, made("wards"), tmp_path)
+        assert await hindrances(seen) == []
+        await seen.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert await hindrances(seen) == []
+
+
+@pytest.mark.parametrize("made", [*PAGES, of_many])
+async def test_nothing_but_tables_is_scrolled_sideways(
+    browser: Browser, tmp_path: Path, made: Callable[[str], Page]
+) -> None:
+    async with tab(browser, viewport={"width": 360, "height": 740}) as seen:
+        await opened(seen, made("wards"), tmp_path)
+        for width in (360, 768, 1280):
+            await seen.set_viewport_size({"width": width, "height": 740})
+            assert await seen.evaluate("document.documentElement.scrollWidth") <= width
+
+
+async def test_a_page_is_as_dark_as_its_reader_likes(browser: Browser, tmp_path: Path) -> None:
+    grounds = []
+    for scheme in ("light", "dark"):
+        async with tab(browser, color_scheme=scheme) as seen:
+            await opened(seen, run_page(summary(2, 20)), tmp_path)
+            grounds.append(await seen.evaluate("getComputedStyle(document.body).backgroundColor"))
+            if scheme == "dark":  # paper is white
+                await seen.emulate_media(media="print")
+                grounds.append(await seen.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(244, 246, 248)", "rgb(16, 23, 30)", "rgb(255, 255, 255)"]
+
+
+async def test_another_view_is_chosen_without_a_script(browser: Browser, tmp_path: Path) -> None:
+    async with tab(browser, java_script_enabled=False) as seen:
+        await opened(seen, run_page(summary(2, 20)), tmp_path)
+        views = seen.locator("#plot-budget .view")
+        await expect(views.nth(0)).to_be_visible()
+        await expect(views.nth(1)).to_be_hidden()
+        await seen.locator("#plot-budget label").nth(1).click()
+        await expect(views.nth(1)).to_be_visible()
+        await expect(views.nth(0)).to_be_hidden()
+
+
+async def test_values_are_read_with_the_pointer_and_the_arrow_keys(browser: Browser, tmp_path: Path) -> None:
+    made = summary(2, 20)
+    async with tab(browser, viewport={"width": 1280, "height": 900}) as seen:
+        await opened(seen, run_page(made), tmp_path)
+        chart = seen.locator("#plot-budget .view:visible .chart")
+        last = f"tight, per event: {max(each.event for each in made.learners):.4g}"
+        await chart.focus()
+        for _ in range(30):
+            await seen.keyboard.press("ArrowRight")
+        await expect(chart.locator(".tip")).to_contain_text("round 20")
+        told = await chart.locator(".told").all_inner_texts()
+        # A drawing knows values to a ten-thousandth of its height.
+        assert any(text.startswith(last[:-2]) for text in told), told
+        await seen.keyboard.press("Escape")
+        await expect(chart.locator(".tip")).to_be_hidden()
+        box = await chart.locator(":scope > svg").bounding_box()
+        assert box is not None
+        await seen.mouse.move(box["x"] + 1, box["y"] + 20)
+        await expect(chart.locator(".tip")).to_contain_text("round 1")
+
+
+async def test_of_many_curves_the_one_under_the_pointer_is_named(browser: Browser, tmp_path: Path) -> None:
+    async with tab(browser, viewport={"width": 1280, "height": 900}) as seen:
+        await opened(seen, run_page(summary(30, 40)), tmp_path)
+        chart = seen.locator("#plot-loss-event .view:visible .chart")
+        await chart.scroll_into_view_if_needed()
+        box = await chart.locator(":scope > svg").bounding_box()
+        assert box is not None
+        await seen.mouse.move(box["x"] + box["width"] / 2, box["y"] + 5)
+        await expect(chart.locator(".told")).to_have_count(1)
+        await expect(chart.locator(".near")).to_have_count(1)
+
+
+async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
+    async with tab(browser, viewport={"width": 390, "height": 844}) as seen:
+        await opened(seen, run_page(summary()), tmp_path)
+        table = seen.get_by_role("region", name="Learner by learner, a table")
+        await expect(table).to_have_attribute("tabindex", "0")
+        await table.focus()
+        await seen.keyboard.press("ArrowRight")
+        # In the browser: the page's policy lets no waiting of Playwright's own run in it.
+        await table.evaluate(
+            """(each) => new Promise((done) => {
+                const look = () => (each.scrollLeft > 0 ? done() : requestAnimationFrame(look));
+                look();
+            })"""
+        )
+        await seen.set_viewport_size({"width": 1280, "height": 844})
+        await expect(table).to_have_attribute("tabindex", "-1")
+
+
+async def test_on_paper_a_report_takes_few_pages_and_loses_nothing(browser: Browser, tmp_path: Path) -> None:
+    async with tab(browser) as seen:
+        await opened(seen, run_page(summary()), tmp_path)
+        paper = await seen.pdf(format="A4")
+        assert 3 <= paper.count(b"/Type /Page\n") <= 4
+        await seen.emulate_media(media="print")
+        await seen.set_viewport_size({"width": 694, "height": 1000})  # A4, less its margins
+        wide = "[...document.querySelectorAll('table')].filter((each) => each.checkVisibility()).map((each) => each.offsetWidth)"
+        assert max(await seen.evaluate(wide)) <= 694
+        await expect(seen.locator(".views:visible, .tip:visible")).to_have_count(0)
