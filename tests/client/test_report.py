@@ -228,6 +228,12 @@ def test_points_of_short_curves_are_marked(points: int, marked: bool) -> None:
     assert ("h0" in made.partition("</svg></svg>")[0]) == marked
 
 
+def test_a_run_too_short_for_more_points_says_so() -> None:
+    short, long = (page(replace(summary(2), progress=looks(2, 20, 0.2, n))).text for n in (3, 8))
+    assert "a few times a second, and this run took" in short and "so there are few points" in short
+    assert "few points" not in long
+
+
 def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
     made = summary(1)
     small = Swap(0.01, 0.02, 7.0, np.linspace(0, 0.01, 500))

@@ -14,6 +14,8 @@ from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import UNASKED, count, late_line, noticed_line, number, share, size, whole_line
 
 _MOST_NOTICED = 20
+_FEW_LOOKS = 8
+"""Of a run that was watched so seldom the page says why its curves have few points."""
 
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("records", "held", count, "records"),
@@ -51,6 +53,7 @@ def run_page(summary: RunSummary) -> Page:
         "unasked": UNASKED,
         "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,
+        "few_looks": _FEW_LOOKS,
     }
     return Page("run.html.j2", [*run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)
 
