@@ -10,11 +10,12 @@ enforced, so it is left for the parser to refuse.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any
 
 from sottovoce.errors import SpecError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 FORMAT = 2
 """Of the documents that this version writes. One more whenever a field is added, or means something else; 2: `data.features`."""
@@ -51,6 +52,8 @@ def tolerated(document: object, model: type[BaseModel]) -> tuple[object, tuple[s
 
 
 def _known(fields: Mapping[str, Any], model: type[BaseModel], prefix: str, left_out: list[str]) -> dict[str, Any]:
+    from pydantic import BaseModel  # here, for `sottovoce --version` needs none of it
+
     known: dict[str, Any] = {}
     for name, value in fields.items():
         field = model.model_fields.get(name)

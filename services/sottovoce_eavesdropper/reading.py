@@ -20,9 +20,10 @@ from sottovoce.network.roster import called, names_of
 from sottovoce.plain import plain
 from sottovoce.running.assembly import Assembly
 from sottovoce.running.transcript import Transcript
+from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
-from sottovoce_eavesdropper.records import FORMAT, Ciphertext, part_name, part_number, schema
+from sottovoce_eavesdropper.records import Ciphertext, part_name, part_number, schema
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 

@@ -24,6 +24,7 @@ from sottovoce.network.roster import Attendance, Roster
 from sottovoce.registry import ENDLESS
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
+from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FORMAT = "sottovoce-capture-3"
 PART_ROWS, PART_BYTES, _PART_S = 8_192, 64 * 1024 * 1024, 1.0
 _MOST_HELD = 8 * PART_ROWS
 """Rows in memory: of a wiretap they hold no bytes, and a byte on the wire may be a row."""

@@ -26,8 +26,8 @@ from sottovoce.spec import load_spec, parse_spec
 from sottovoce.spec_versions import FORMAT
 from sottovoce_client.cli import main
 from sottovoce_client.running.local import LocalServices
+from sottovoce_eavesdropper import FORMAT as CAPTURES
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.records import FORMAT as CAPTURES
 from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
 
 GUARD_S = 300.0  # against a hang; a busy machine may take its time

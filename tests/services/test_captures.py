@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import parts, reading, records, storage
+from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import schema
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -288,7 +288,7 @@ DESCRIPTIONS: dict[str, Any] = {
     "deep": "[" * 200_000,
     "a list": [],
     "another format": {"format": "x"},
-    "no keys": {"format": records.FORMAT},
+    "no keys": {"format": FORMAT},
     "other types": {"run_id": 3},
     "a world in words": {"world": "one"},
     "a replica in words": {"replica": "0"},
@@ -415,7 +415,7 @@ async def test_hellos_are_neither_rounds_nor_messages(tmp_path: Path) -> None:
 async def test_a_capture_of_an_older_format_is_refused(tmp_path: Path) -> None:
     await captured(tmp_path, conversation(1))
     path = tmp_path / "capture.json"
-    path.write_text(path.read_text().replace(records.FORMAT, "sottovoce-capture-2"))
+    path.write_text(path.read_text().replace(FORMAT, "sottovoce-capture-2"))
     with pytest.raises(CaptureError, match="is not a capture of a known format \\(sottovoce-capture-3\\)"):
         open_capture(tmp_path)
 

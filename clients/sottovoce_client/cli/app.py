@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 
 
+WIRE = "sottovoce_wire.v1"
+"""The package of all messages and methods."""
+
+
 def installed_version() -> str:
     """Of the package that is installed."""
     from importlib.metadata import version
@@ -40,11 +44,10 @@ def installed_version() -> str:
 def _print_version(asked: bool) -> None:
     if asked:
         from sottovoce.spec_versions import FORMAT
-        from sottovoce_eavesdropper.records import FORMAT as CAPTURES
-        from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
+        from sottovoce_eavesdropper import FORMAT as CAPTURES
 
         print(f"sottovoce {installed_version()}")
-        print(f"wire {DESCRIPTOR.package}, run specs of format {FORMAT}, captures {CAPTURES}")
+        print(f"wire {WIRE}, run specs of format {FORMAT}, captures {CAPTURES}")
         raise typer.Exit
 
 
