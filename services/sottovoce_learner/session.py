@@ -20,7 +20,7 @@ from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, Unavailable
 from sottovoce.network.roster import called
-from sottovoce.noise import Noise, RecordedNoise
+from sottovoce.noise import Noise
 from sottovoce.running.late import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
@@ -98,8 +98,6 @@ class Session:
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None, build=run_of)
         self.algorithm, self.loss = run.algorithm, run.loss
-        if isinstance(noise, RecordedNoise):
-            noise.require_known(self.algorithm.field_shapes())
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
         start = self.algorithm.start(Who(index))

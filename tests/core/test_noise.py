@@ -547,22 +547,6 @@ def test_recorded_noise_must_have_the_field_and_the_round(name: str, t: int) -> 
         source(Draw("laplace", name, t, 1.0, 1.0, (3,)))
 
 
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        (["y", "yy"], "got 'yy': is it 'y'"),
-        (["y", "count"], "got 'count': leave it out"),
-        (["Y"], "got 'Y': is it 'y'"),
-    ],
-)
-def test_recorded_noise_of_another_field_is_refused(names: list[str], told: str) -> None:
-    source = RecordedNoise({name: np.zeros((2, 3)) for name in names})
-    with pytest.raises(SpecError, match=told) as no:
-        source.require_known(("y", "mass"))
-    assert "the fields that messages of this run have ('y', 'mass')" in str(no.value)
-    RecordedNoise({"y": np.zeros((2, 3))}).require_known(("y", "mass"))
-
-
 def test_recorded_noise_must_have_the_shape() -> None:
     with pytest.raises(SpecError, match=r"field 'y' must have shape \(4,\) in a round, got \(3,\)"):
         RecordedNoise({"y": np.zeros((2, 3))})(Draw("laplace", "y", 0, 1.0, 1.0, (4,)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -89,23 +88,6 @@ class RecordedNoise:
     """
 
     fields: Mapping[str, FloatArray]
-
-    def require_known(self, fields: Collection[str]) -> None:
-        """Refuse noise that a run would never ask for: most likely it was meant for another field, or for another run.
-
-        Args:
-            fields: of the run's messages.
-
-        Raises:
-            SpecError: there is some.
-        """
-        for name in sorted(self.fields.keys() - set(fields)):
-            near = difflib.get_close_matches(name.casefold(), fields, 1)
-            known = ", ".join(map(repr, fields))
-            raise SpecError(
-                f"recorded noise must be of the fields that messages of this run have ({known}), got {name!r}: "
-                f"{f'is it {near[0]!r}?' if near else 'leave it out'}"
-            )
 
     def __call__(self, draw: Draw) -> FloatArray:
         rounds = self.fields.get(draw.field, ())
