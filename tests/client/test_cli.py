@@ -130,7 +130,7 @@ COMMANDS = {
     "policy check": "Which learner of the spec",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
-    "predict": "predictions to others is said",
+    "predict": "(telemetry.predict)",
     "models": "what handing it out costs",
     "models export": "--unprotected",
     "spec": "schema",
