@@ -38,6 +38,7 @@ def _decisions(setup: Setup, run: Run) -> list[FloatArray]:
     machine, found = Replay(run, 0, 3, 2), []
     for t in range(run.spec.rounds):
         machine.step(heard.messages(t, 0, machine.concerned), one.batch(t), other.batch(t))
+        assert machine.decision.shape == (2, 3, run.algorithm.dim)  # also where both worlds share it
         found.append(run.algorithm.decision(machine._state))
     return found
 

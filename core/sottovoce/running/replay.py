@@ -66,7 +66,9 @@ class Replay:
     @property
     def decision(self) -> FloatArray:
         """`(worlds, replicas, dim)`: the model in use when the records of the last step came."""
-        return self.run.algorithm.decision(self._spoken)
+        decision = self.run.algorithm.decision(self._spoken)
+        # One that follows from messages alone is made once, for all worlds.
+        return np.broadcast_to(decision, (*self._shape, decision.shape[-1]))
 
     def says(self, noise: Noise) -> Message:
         """What it would say now with this noise; fields `(worlds, replicas, dim)`."""
