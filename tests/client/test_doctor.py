@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,12 @@ def test_the_command() -> None:
     result = CliRunner().invoke(app, ["doctor", "--state", "nowhere"])
     assert result.exit_code == 1
     assert "no such folder" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("extra", doctor._EXTRAS)
+def test_an_extra_is_known_by_what_it_asks_for(extra: str) -> None:
+    """Otherwise it would be said to lack what nobody installs."""
+    asked = [each.lower() for each in requires("sottovoce") or () if f'extra == "{extra}"' in each.replace("'", '"')]
+    for module in doctor._EXTRAS[extra]:
+        name = module.replace(".", "-").replace("_", "-")
+        assert any(each.startswith(name) for each in asked), module

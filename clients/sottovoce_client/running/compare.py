@@ -245,7 +245,7 @@ def write_comparison(
     """Write `compare.json`, `compare.md` and `compare.html`.
 
     Raises:
-        SpecError: plotly or Jinja2 are not installed.
+        SpecError: Jinja2 is not installed.
     """
     document = {
         "replicas": replicas,

@@ -145,6 +145,6 @@ def write_page(path: Path, shown: Sequence[Figure]) -> None:
     """A self-contained page with all figures.
 
     Raises:
-        SpecError: plotly is not installed.
+        SpecError: Jinja2 is not installed.
     """
     Page("plot.html.j2", shown, {"figures": shown}).write(path)

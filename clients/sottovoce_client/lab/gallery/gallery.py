@@ -39,7 +39,7 @@ def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, conso
         console: where to print (default: standard output).
 
     Raises:
-        SpecError: scikit-learn, scipy or plotly are not installed.
+        SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
     console = console or terminal.console()
     with console.status("reading records off gradients"):
