@@ -17,7 +17,7 @@ from sottovoce_rpc.tasks import Tasks
 EARLY_S = 1.5
 """After which whoever waits is told for what."""
 _KEY = "sottovoce-waiting-bin"
-"""Of the metadata that go before an answer. Its text names learners and services of the caller's own spec."""
+"""Of the metadata before an answer. Its text names learners and services of the caller's spec, and who else has joined."""
 
 Tell = Callable[[str], Awaitable[None]]
 """Says what is waited for."""

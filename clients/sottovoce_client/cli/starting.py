@@ -71,18 +71,18 @@ def init(
     asks = sys.stdin.isatty() and not as_json
     wishes = Wishes(
         file,
-        label,
-        task,
-        tuple(positive) if positive else None,
-        label_bound,
-        schema,
-        learners,
-        partition,
-        scale,
-        epsilon,
-        delta,
-        rounds,
-        name,
+        label=label,
+        task=task,
+        positive=tuple(positive) if positive else None,
+        label_bound=label_bound,
+        schema=schema,
+        learners=learners,
+        partition=partition,
+        scale=scale,
+        epsilon=epsilon,
+        delta=delta,
+        rounds=rounds,
+        name=name,
     )
     path = out or Path(f"{file.stem}.yaml")
     replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
@@ -90,10 +90,9 @@ def init(
         require_new(path)
     begun = begin(wishes, path.parent, _ask if asks else None, _say if asks else _unheard)
     if replaces:
-        path.write_text(begun.text, encoding="utf-8")
-    else:
-        with new_file(path) as written:
-            written.write(begun.text.encode())
+        path.unlink()  # it was asked for; what comes in its place is ready
+    with new_file(path) as written:
+        written.write(begun.text.encode())
     spec = begun.spec
     if as_json:
         print_json(

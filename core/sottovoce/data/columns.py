@@ -36,12 +36,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
         SpecError: no such label column; pyarrow is not installed.
     """
-    table = _arrow_table(path)
-    names = _names_of(table.schema, path, compared=str)
-    if path.suffix.lower() == ".csv":
-        _require_header(names, path)
-    if not table.num_rows:
-        raise DataError(f"{path} must hold at least one record, and has column names alone")
+    table, names = _named_table(path)
     label = _label_column(names, label, path)
     features = [name for name in names if name != label and name not in PLACEMENT]
     if not features:
@@ -72,12 +67,7 @@ def column_features(path: Path, wanted: Sequence[str] | None, label: str | None)
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path)
-    names = _names_of(table.schema, path, compared=str)
-    if path.suffix.lower() == ".csv":
-        _require_header(names, path)
-    if not table.num_rows:
-        raise DataError(f"{path} must hold at least one record, and has column names alone")
+    table, names = _named_table(path)
     others = {*PLACEMENT, *(("label", "y") if label is None else (label,))}
     if wanted is None:
         wanted = [name for name in names if name not in others]
@@ -110,6 +100,22 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
     learner, rounds = (_values(table, placed[name], path) if name in placed else None for name in PLACEMENT)
     return columns, learner, rounds
+
+
+def _named_table(path: Path) -> tuple[Any, list[str]]:
+    """A file's records, one at least, and the names of its columns.
+
+    Raises:
+        DataError: unreadable, without names or without records.
+        SpecError: pyarrow is not installed.
+    """
+    table = _arrow_table(path)
+    names = _names_of(table.schema, path, compared=str)
+    if path.suffix.lower() == ".csv":
+        _require_header(names, path)
+    if not table.num_rows:
+        raise DataError(f"{path} must hold at least one record, and has column names alone")
+    return table, names
 
 
 def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal) -> list[str]:
