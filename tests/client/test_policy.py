@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -127,3 +128,12 @@ def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
         for i in range(run.run.spec.n_learners):
             refused = [each for each in Policy().findings(run.run, run.data.n_features, i) if not each.fits]
             assert not refused, json.dumps([str(each) for each in refused])
+
+
+def test_the_run_of_the_readme_is_within_the_theory() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    wards = yaml.safe_load(readme.partition("```yaml\n")[2].partition("```")[0])
+    prepared = prepare(parse_spec(wards, imports=False))
+    assert not prepared.run.warnings and not prepared.run.spec.data.reuse
+    spent = [prepared.run.guarantee(i, np.diff(own.offsets)).epsilon() for i, own in enumerate(prepared.data.learners)]
+    assert spent == pytest.approx([4, 4, 2], rel=1e-3)
