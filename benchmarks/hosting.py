@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What learners of one process cost, and their coordinator, as they become more.
 
-For each number of learners a coordinator and host processes (`sottovoce learner --host`) are started, run some rounds over real
-gRPC on loopback, and are stopped. Nothing is asserted: the exit code is 1 only where something could not be run.
+For each number of learners a coordinator and host processes (`sottovoce learner --host`) are started, run some rounds, and are
+stopped. Nothing is asserted: the exit code is 1 only where something could not be run.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import structlog
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce.network.roster import called
 from sottovoce.running.policy import accepted
+from sottovoce_learner.nearby import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
@@ -102,29 +103,36 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
 
 
 async def accept(
-    session: Session, context: grpc.aio.ServicerContext[Any, Any], caller: Principal | None = None
+    session: Session, stream: grpc.aio.ServicerContext[Any, Any] | NearStream, caller: Principal | None = None
 ) -> None:
     """Serve a stream that a neighbour opened, until it ends.
 
     Args:
         session: of the run.
-        context: of the stream.
+        stream: our end of it.
         caller: who has opened it, where that is known.
 
     Raises:
         SottovoceError: the other side erred; the caller makes a status of it.
     """
-    neighbour, next_round = _greeted(session, await _first(context), caller)
+    neighbour, next_round = _greeted(session, await _first(stream), caller)
     if neighbour > session.role.index:
         raise RemoteProtocolError(
             f"the earlier of two in the spec opens their stream: {called(session.role.spec.names, neighbour)} must wait for us"
         )
-    await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
-    await _hold(session, neighbour, context, next_round, _known_by(None if caller is None else caller.role))
+    await stream.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
+    await _hold(session, neighbour, stream, next_round, _known_by(None if caller is None else caller.role))
 
 
-async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials) -> None:
-    """Hold the stream to a neighbour open until cancelled."""
+async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials, nearby: Nearby) -> None:
+    """Hold the stream to a neighbour open until cancelled.
+
+    Args:
+        session: of the run.
+        neighbour: whom to meet.
+        credentials: of the learner.
+        nearby: learners of this process that show no identity, as this one: they are met without a channel.
+    """
     index, attempt = neighbour.index, 0
     spec = session.role.spec
     overheard = (
@@ -138,10 +146,14 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
     while not session.life.silent:
         name = names[attempt % len(names)]
         try:
-            async with channel(
-                neighbour.address, role, name, credentials=credentials
-            ) as to:  # a new one: it may be renewed
-                await _converse(session, index, to, _known_by(role if credentials.principal else None))
+            if credentials.principal is None and nearby.has(neighbour.address):
+                async with nearby.meet(neighbour.address) as stream:
+                    await _greet(session, index, stream, KnownBy.NAME)
+            else:
+                async with channel(
+                    neighbour.address, role, name, credentials=credentials
+                ) as to:  # a new one: it may be renewed
+                    await _converse(session, index, to, _known_by(role if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:
             attempt += 1
@@ -157,7 +169,7 @@ def _known_by(role: Role | None) -> KnownBy:
 
 
 async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, known_by: KnownBy) -> None:
-    """One stream, from hello to end.
+    """One call, from hello to end.
 
     Raises:
         SottovoceError: it broke, or the other side erred.
@@ -167,16 +179,25 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, know
     call = method()
     ending = Ending(call)
     try:
-        await call.write(_hello(session, neighbour))
-        peer, next_round = _greeted(session, await _first(call))
-        if peer != neighbour:
-            names = session.role.spec.names
-            raise StrangerError(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
-        await _hold(session, neighbour, call, next_round, known_by)
+        await _greet(session, neighbour, call, known_by)
     except grpc.aio.AioRpcError:
         raise Unavailable((await ending.status()).details() or "the stream broke") from None
     finally:
         call.cancel()
+
+
+async def _greet(session: Session, neighbour: int, stream: Any, known_by: KnownBy) -> None:
+    """A stream that was opened, from hello to end.
+
+    Raises:
+        SottovoceError: the other side erred.
+    """
+    await stream.write(_hello(session, neighbour))
+    peer, next_round = _greeted(session, await _first(stream))
+    if peer != neighbour:
+        names = session.role.spec.names
+        raise StrangerError(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
+    await _hold(session, neighbour, stream, next_round, known_by)
 
 
 async def _first(stream: Any) -> bytes:

@@ -8,19 +8,24 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import grpc
+import structlog
 
-from sottovoce.errors import NotReady, StrangerError
+from sottovoce.errors import NotReady, SottovoceError, StrangerError, Unavailable
 from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.nearby import NearStream
 from sottovoce_learner.session import Session
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.logs import failure
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_wire.v1 import learner_pb2
+
+log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
 _RECEIPT_EVERY, _LULL_S = 16, 0.002
@@ -88,12 +93,35 @@ class Face:
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """A stream that a neighbour opens, or a relay for it."""
         async with answering(context):
-            session = self._in_run()
-            if not session.plan.announced:
-                raise NotReady("this learner does not know its neighbours yet")
+            session = self._announced()
             await self._open(context)
-            async with beside(_replacement(session)):
-                await exchange.accept(session, context, self._config.credentials.caller(context))
+            await self._accept(session, context, self._config.credentials.caller(context))
+
+    async def meet(self, stream: NearStream) -> None:
+        """A stream that a neighbour in this process opens.
+
+        Raises:
+            SottovoceError: what the neighbour is told.
+        """
+        try:
+            await self._accept(self._announced(), stream, None)
+        except SottovoceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as a call is answered: a bug here is none of the neighbour's
+            log.error("bug", **failure(error))
+            raise Unavailable("an internal error; the log says where") from None
+
+    def _announced(self) -> Session:
+        session = self._in_run()
+        if not session.plan.announced:
+            raise NotReady("this learner does not know its neighbours yet")
+        return session
+
+    async def _accept(
+        self, session: Session, stream: Context | NearStream, caller: principals.Principal | None
+    ) -> None:
+        async with beside(_replacement(session)):
+            await exchange.accept(session, stream, caller)
 
     async def _open(self, context: Context) -> None:
         """Send what opens the answers, before anything may end them.

@@ -24,6 +24,7 @@ from sottovoce_learner.hosting import Host
 from sottovoce_learner.identity import Identity
 from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
+from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
@@ -48,9 +49,15 @@ _LONGEST_RUN_ID = 128
 
 
 class Learner:
-    """A learner process: serves its neighbours and its owner, follows its coordinator."""
+    """A learner: serves its neighbours and its owner, follows its coordinator.
 
-    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None) -> None:
+    Args:
+        config: what it was started with.
+        tracing: traces its rounds; None: they are not traced.
+        nearby: the learners of its process; None: it is alone.
+    """
+
+    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None, nearby: Nearby | None = None) -> None:
         config.check()
         self.config, self._make = config, Session if tracing is None else tracing.session
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
@@ -69,6 +76,7 @@ class Learner:
         self._following = Following(
             config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
         )
+        self._nearby = Nearby() if nearby is None else nearby
         self.face = Face(config, self.in_run, lambda: self.status)
         self.service: Service | None = None
 
@@ -103,7 +111,10 @@ class Learner:
             raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
         tell_if_open(folder, "state folder, and records lie in it")
-        return self.config.advertise or self.service.address
+        address = self.config.advertise or self.service.address
+        if self.config.credentials.principal is None:  # else both sides have to show who they are
+            self._nearby.add(address, self.face.meet)
+        return address
 
     async def follow(self, address: str) -> None:
         """Follow the coordinator for ever; it may come back after having been away.
@@ -119,6 +130,7 @@ class Learner:
         await self._let_go()
         await self._copying.end()
         if self.service is not None:
+            self._nearby.remove(self.config.advertise or self.service.address)
             await self.service.stop()
         if self._claim is not None:
             self._claim.close()
@@ -304,7 +316,7 @@ class Learner:
             return
         if opened is not None:
             opened.cancel()
-        held = exchange.keep_open(session, neighbour, self.config.credentials)
+        held = exchange.keep_open(session, neighbour, self.config.credentials, self._nearby)
         self._opened[index] = address, self._channels.start(held, "a channel is given up")
 
     async def _run(self, session: Session) -> None:
@@ -364,7 +376,8 @@ async def serve(
         SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
     """
     tracing = None if trace_every is None else Tracing(trace_every)
-    learners, refused = [Learner(config, tracing) for config in configs], Refusals()
+    nearby, refused = Nearby(), Refusals()
+    learners = [Learner(config, tracing, nearby) for config in configs]
     host = Host(learners)
 
     async def stop() -> None:

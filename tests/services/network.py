@@ -22,6 +22,7 @@ from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.entries import Kind
+from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.service import Learner
 from sottovoce_learner.standing import Files, look
 from sottovoce_learner.tracing import Tracing
@@ -63,6 +64,7 @@ class Network:
         keep_log: whether they keep their logs.
         noise_seed: that all their noise follows from; None: it is the operating system's.
         tracing: sends spans of their rounds.
+        nearby: the process that they share; None: each is as in one of its own.
     """
 
     folder: Path
@@ -76,6 +78,7 @@ class Network:
     keep_log: bool = False
     noise_seed: str | None = None
     tracing: Tracing | None = None
+    nearby: Nearby | None = None
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _tasks: Tasks = field(default_factory=Tasks)
@@ -99,6 +102,7 @@ class Network:
                 noise_seed=self.noise_seed,
             ),
             self.tracing,
+            self.nearby,
         )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner

@@ -19,6 +19,7 @@ from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import exchange
 from sottovoce_learner.exchange import _hello
+from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.session import Session
 from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
@@ -237,7 +238,7 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
     session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
     monkeypatch.setattr(exchange, "channel", noting)
     await exchange.keep_open(
-        cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials()
+        cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials(), Nearby()
     )
     assert asked == [whom]
 

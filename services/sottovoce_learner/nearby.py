@@ -1,0 +1,109 @@
+"""Streams between learners of one process that show no identity: what is written to one end is read from the other.
+
+They take the place of the gRPC call that such a process would make to itself, and of nothing else: what both agree on first, what
+is said, heard, journaled, mirrored and said again is the same (`exchange.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import grpc
+
+from sottovoce_rpc.tasks import beside
+
+
+class NearStream:
+    """One end of a stream, read and written as a call of grpc.aio is.
+
+    What was written and not read yet is bounded as what a link has due is: a reader takes what comes at once, and refuses more.
+    """
+
+    def __init__(self) -> None:
+        self._come = deque[bytes]()
+        self._awaited: asyncio.Future[None] | None = None
+        self._over = False
+        self._other: NearStream | None = None
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Both ends of a new stream."""
+        one, other = cls(), cls()
+        one._other, other._other = other, one
+        return one, other
+
+    async def read(self) -> Any:
+        """The next message, or `grpc.aio.EOF`."""
+        while not self._come:
+            if self._over:
+                return grpc.aio.EOF
+            self._awaited = asyncio.get_running_loop().create_future()
+            await self._awaited
+        return self._come.popleft()
+
+    async def write(self, message: bytes) -> None:
+        """Send one message.
+
+        Raises:
+            InvalidStateError: the stream is over, as a call of gRPC says it.
+        """
+        if self._over or self._other is None:
+            raise asyncio.InvalidStateError("the stream is over")
+        self._other._come.append(message)
+        self._other._wake()
+
+    def end(self) -> None:
+        """Nothing more is written; what was written can be read."""
+        for each in (self, self._other):
+            if each is not None:
+                each._over = True
+                each._wake()
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+
+Accept = Callable[[NearStream], Coroutine[Any, Any, None]]
+"""Serves a stream that a neighbour opened, until it ends."""
+
+
+class Nearby:
+    """The learners of a process that others of it may meet without a channel, by their addresses."""
+
+    def __init__(self) -> None:
+        self._learners: dict[str, tuple[Accept, set[NearStream]]] = {}
+
+    def add(self, address: str, accept: Accept) -> None:
+        """A learner is there."""
+        self._learners[address] = accept, set()
+
+    def remove(self, address: str) -> None:
+        """It is no longer: its streams end."""
+        for stream in self._learners.pop(address, (None, set()))[1]:
+            stream.end()
+
+    def has(self, address: str) -> bool:
+        """Is a learner of this process there?"""
+        return address in self._learners
+
+    @asynccontextmanager
+    async def meet(self, address: str) -> AsyncIterator[NearStream]:
+        """A stream to a learner that is there, for as long as the block lasts.
+
+        Raises:
+            SottovoceError: the other side erred: what it says.
+        """
+        accept, streams = self._learners[address]
+        ours, theirs = NearStream.pair()
+        streams.add(theirs)
+        try:
+            async with beside(accept(theirs)):
+                yield ours
+        finally:
+            streams.discard(theirs)
+            ours.end()

@@ -1,0 +1,157 @@
+"""Learners of one process that meet without a channel: what is said, kept and overheard is as over one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sottovoce.errors import NotReady, Unavailable
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.operate import Outcome
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner import exchange
+from sottovoce_learner.memory import Memory
+from sottovoce_learner.nearby import Nearby, NearStream
+from sottovoce_learner.service import Learner
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import coordinator_pb2
+from tests.examples import made_up, small_spec
+from tests.services.identities import Identities, Issuing
+from tests.services.network import Network, network
+
+ROUNDS, NAMES = 40, ["ann", "ben", "cleo", "dan"]
+
+
+def spec_of(**more: Any) -> RunSpec:
+    return small_spec(ROUNDS, NAMES, clock={"deadline_s": 100.0}, **more)
+
+
+@asynccontextmanager
+async def together(folder: Path, nearby: Nearby | None, identities: Issuing | None = None) -> AsyncIterator[Network]:
+    """Learners of one process, whose noise is the same in every run."""
+    async with network(folder, [], identities=identities) as up:
+        up.nearby, up.noise_seed = nearby, "the same"
+        for name in NAMES:
+            await up.join(name)
+        yield up
+
+
+class Opened:
+    """Counts the channels that are opened to neighbours."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+
+        def opening(*args: Any, **more: Any) -> Any:
+            self.count += 1
+            return channel(*args, **more)
+
+        monkeypatch.setattr(exchange, "channel", opening)
+
+
+async def ran(up: Network, spec: RunSpec) -> Outcome:
+    outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    return outcome
+
+
+async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, said = Opened(monkeypatch), list[bytes]()
+    say = Memory.say
+
+    def saying(memory: Memory, t: int, state: Any, frame: bytes, spent: float) -> None:
+        say(memory, t, state, frame, spent)
+        said.append(frame)
+
+    monkeypatch.setattr(Memory, "say", saying)
+    found = list[list[bytes]]()
+    for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", Nearby())):
+        async with together(folder, nearby) as up:
+            before = opened.count
+            await ran(up, spec_of())
+            assert (opened.count == before) == (nearby is not None)
+        found.append(sorted(said))
+        said.clear()
+    assert found[0] == found[1]
+    assert len(set(found[0])) == ROUNDS * len(NAMES)
+
+
+@pytest.mark.parametrize("capture", ["mirror", "relay"])
+async def test_what_is_overheard_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str) -> None:
+    """A relay stands on the edge: whoever is overheard by one opens a channel to it."""
+    opened = Opened(monkeypatch)
+    async with together(tmp_path, Nearby()) as up:
+        outcome = await ran(up, spec_of(capture=capture))
+    assert outcome.capture is not None
+    heard = open_capture(outcome.capture)
+    assert heard.complete and heard.totals()[0] == 2 * len(NAMES) * ROUNDS
+    assert (opened.count > 0) == (capture == "relay")
+
+
+async def test_who_has_an_identity_shows_it_on_a_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(monkeypatch)
+    async with together(tmp_path, Nearby(), Identities(tmp_path / "identities")) as up:
+        await ran(up, spec_of())
+    assert opened.count >= len(NAMES)
+
+
+async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> None:
+    """To whoever met it its stream has ended; of what it says again nothing is new."""
+    spec = spec_of()
+    data = made_up(spec)
+    async with together(tmp_path, Nearby()) as up:
+        run = await up.start(spec, 3)
+        await up.feed(run.run_id, spec, data, but=["dan"])
+        await up.until("ben", LearnerState.RUNNING)
+        await up.leave("ben")
+        await up.until_gone("ben")
+        await up.join("ben")
+        await up.feed(run.run_id, spec, data)
+        last = await up.end(run.run_id)
+        assert last.state == coordinator_pb2.RUN_STATE_FINISHED and not last.misconduct, last
+        assert not any(learner.in_run().hearing.rules_broken for learner in up.learners.values())
+
+
+async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
+    ours, theirs = NearStream.pair()
+    await ours.write(b"one")
+    await ours.write(b"two")
+    theirs.end()
+    assert [await theirs.read(), await theirs.read(), await theirs.read()] == [b"one", b"two", grpc.aio.EOF]
+    assert await ours.read() is grpc.aio.EOF
+    with pytest.raises(Exception, match="over"):
+        await ours.write(b"three")
+
+
+async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nearby = Nearby()
+    async with together(tmp_path, nearby) as up:
+        with pytest.raises(NotReady, match="not in a run"):
+            async with nearby.meet(up.addresses["ann"]) as stream:
+                await stream.read()
+
+        def broken(_: Learner) -> None:
+            raise ValueError("the record of Mrs Miller")
+
+        monkeypatch.setattr(up.learners["ann"].face, "_in_run", broken.__get__(up.learners["ann"]))
+        with pytest.raises(Unavailable, match="internal error") as told:
+            async with nearby.meet(up.addresses["ann"]) as stream:
+                await stream.read()
+        assert "Miller" not in str(told.value)
+
+
+async def test_a_learner_that_is_gone_is_not_met(tmp_path: Path) -> None:
+    nearby = Nearby()
+    async with together(tmp_path, nearby) as up:
+        address = up.addresses["ann"]
+        assert nearby.has(address)
+        await up.leave("ann")
+        assert not nearby.has(address)
