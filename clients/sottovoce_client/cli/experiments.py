@@ -90,7 +90,7 @@ def plot(
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
 ) -> None:
-    """Draw what simulate --metrics or sweep wrote: one figure for every metric, a line for every file.
+    """Draw what simulate or sweep wrote: one figure for every metric, a line for every file.
 
     Writes plot.html.
     """

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 _RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
 """What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
-_SIMULATED = ("transcript.parquet", "decisions.parquet", "noise.parquet", "metrics.parquet", "metrics.json")
+_SIMULATED = {
+    "metrics": ("metrics.parquet", "metrics.json"),
+    "models": ("models.parquet",),
+    "decisions": ("decisions.parquet",),
+    "transcript": ("transcript.parquet",),
+    "noise": ("noise.parquet",),
+}
+"""What `simulate` can write, and the files of each."""
 
 
 @app.command(rich_help_panel="Runs")
@@ -154,28 +161,54 @@ def simulate(
     noise: Annotated[
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
     ] = None,
-    record_noise: Annotated[bool, typer.Option("--record-noise", help="Write the noise that was drawn.")] = False,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Measure losses, regrets and accuracy: metrics.parquet, metrics.json.")
-    ] = False,
+    write: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
+            "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
+        ),
+    ] = "metrics,models",
+    record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
 ) -> None:
-    """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
+    """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
+
+    How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
+    """
     from sottovoce.experiment import load
     from sottovoce.spec import dump_spec
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
-    from sottovoce_client.running.simulation import simulate_to
+    from sottovoce_client.running.simulation import require_room, simulate_to, sizes
 
     experiment, asked = load(spec), formats(export)
+    kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
     _ = experiment.prepared  # before a folder is made: a spec that cannot be run leaves none
-    folder = folder_for(experiment.name, out, _SIMULATED, dump_spec(experiment.run.spec, out))
-    measured = metrics or bool(asked)
-    done = simulate_to(
-        folder, experiment, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=measured
-    )
+    require_room(out or Path(), sizes(experiment.run, replicas, kept))
+    names = [file for files in _SIMULATED.values() for file in files]
+    folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
+    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=noise)
+    left = [name for name in _SIMULATED if name not in kept]
+    more = f"; left out: {', '.join(left)} (--write)" if left else ""
+    print(f"{folder}: {', '.join(file for name in kept for file in _SIMULATED[name])}{more}")
     if asked:
         export_results(folder, asked, {"metrics": done.metrics})
+
+
+def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:
+    """What `--write` asks for, and other options beside it.
+
+    Raises:
+        SpecError: it is not of what there is.
+    """
+    found = {part.strip() for part in text.split(",")} - {""}
+    if (unknown := found - {*_SIMULATED, "all"}) or not found:
+        raise SpecError(
+            f"--write must be of {', '.join(_SIMULATED)} or all, got {', '.join(sorted(unknown)) or text!r}"
+        )
+    return tuple(name for name in _SIMULATED if name in found or name in more or "all" in found)
 
 
 @app.command(rich_help_panel="Runs")

@@ -27,7 +27,7 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
+from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark
 from sottovoce_client.reports.page import Column, Page, PageTable
@@ -254,7 +254,7 @@ def write_comparison(
         "failures": [{"spec": source, "error": error} for source, error in failures],
     }
     write_json(folder / "compare.json", document)
-    (folder / "compare.md").write_text(_as_markdown(results) + "\n", encoding="utf-8")
+    write_text(folder / "compare.md", _as_markdown(results) + "\n")
     compare_page(results).write(folder / "compare.html")
 
 

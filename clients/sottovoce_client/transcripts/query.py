@@ -80,7 +80,9 @@ def find(place: str) -> _Found:
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
-        raise CaptureError(f"{place} has neither captures nor a transcript.parquet")
+        raise CaptureError(
+            f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes"
+        )
     return _Found(tuple(captures), tuple(simulated))
 
 
