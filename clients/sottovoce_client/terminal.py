@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
 from sottovoce.plain import plain_lines
 
+_COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
 _DRAWN_S = 0.1
+"""A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
 
 
 def console(**look: Any) -> Console:
@@ -57,37 +60,31 @@ def say(text: str) -> None:
     print(plain_lines(text), file=sys.stderr, flush=True)
 
 
-@dataclass(slots=True)
-class Bar:
-    """How far something is: shown on a terminal, and nowhere else."""
-
-    _shown: Progress | None
-    _next: float = field(default=0.0, init=False)
-    """When it is drawn again: what reports every millisecond is not slowed down by that."""
-
-    def __call__(self, done: float, of: float) -> None:
-        """So much of it is done."""
-        if self._shown is not None and (done >= of or time.monotonic() >= self._next):
-            self._next = time.monotonic() + _DRAWN_S
-            self._shown.update(self._shown.task_ids[0], completed=done, total=of)
-
-    def say(self, what: str) -> None:
-        """What is being done; how much of it there is, is not known yet."""
-        if self._shown is not None:
-            self._shown.reset(self._shown.task_ids[0], total=None, description=what)
-
-
 @contextmanager
-def bar(what: str) -> Iterator[Bar]:
-    """A bar with the time left, on standard error and until the block ends; nothing where that is no terminal."""
+def bar(what: str) -> Iterator[Callable[[str], None]]:
+    """A bar with the time left, on standard error until the block ends; nothing where that is no terminal.
+
+    What is given is told what is being done: `simulating: 40 of 500 rounds` fills the bar, what counts nothing lets it move.
+    """
     shown = console(stderr=True)
     if not shown.is_terminal:
-        yield Bar(None)
+        yield lambda what: None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
-        progress.add_task(what, total=None)
-        yield Bar(progress)
+        task, due = progress.add_task(what, total=None), 0.0
+
+        def say(what: str) -> None:
+            nonlocal due
+            counted = _COUNTED.findall(what)
+            if not counted:
+                progress.reset(task, total=None, description=what)
+            elif time.monotonic() >= due or counted[-1][0] == counted[-1][1]:
+                due = time.monotonic() + _DRAWN_S
+                done, of = (int(number.replace(",", "")) for number in counted[-1])
+                progress.update(task, completed=done, total=of, description=what)
+
+        yield say
 
 
 def table(*heads: str, **look: Any) -> Table:

@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
-from collections.abc import Collection
+import sys
+import warnings
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import SottovoceError, SpecError
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
 
+
+INTERRUPTED = "sottovoce: interrupted\n"
+
+
+@contextlib.contextmanager
+def _ending_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except (SottovoceError, typer.Exit):
+        raise
+    except BaseException as error:
+        if not _of_ctrl_c(error):
+            raise
+        warnings.simplefilter("ignore")  # of what is cut short
+        print(INTERRUPTED, end="", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _of_ctrl_c(error: BaseException | None) -> bool:
+    """Is this what came of it? Where C code is imported, or runs, another exception may: pydantic's has its name in the text."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+class _Sottovoce(TyperGroup):
+    """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
+
+    def make_context(self, *words: Any, **more: Any) -> Any:
+        with _ending_in_a_line():
+            return super().make_context(*words, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ending_in_a_line():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="sottovoce",
+    cls=_Sottovoce,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -260,12 +260,12 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     from sottovoce_client.auditing.ciphertext import audit_ciphertext, show_ciphertext
 
     console = terminal.console()
-    with console.status("reading captures") as status:
-        plan, runs, source = earlier(captures, asked, prepared_from, status.update, spec=spec)
+    with terminal.bar("reading captures") as say:
+        plan, runs, source = earlier(captures, asked, prepared_from, say, spec=spec)
         if runs.tapped:
-            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, status.update), plan, runs, source)
+            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, say), plan, runs, source)
         else:
-            told = partial(show, audit_of(plan, runs, source, status.update))
+            told = partial(show, audit_of(plan, runs, source, say))
     return told(asked.seed, folder_for("audit", out, _WRITES), console)
 
 

@@ -47,13 +47,13 @@ def sweep(
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
     folder = folder_for("sweep", out, ["sweep.parquet"])
-    with terminal.console().status("simulating") as status:
+    with terminal.bar("simulating") as say:
         table = run_all(
             experiment,
             wanted,
             seeds,
             **options,
-            progress=lambda done, of: status.update(f"{done:,} of {of:,} simulated"),
+            progress=lambda done, of: say(f"{done:,} of {of:,} simulated"),
         )
     write_table(table, folder / "sweep.parquet")
     print(table)

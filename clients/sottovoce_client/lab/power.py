@@ -91,9 +91,9 @@ def measure_power(
     work += _serving(most, seed)
     found: list[Power] = []
     services: list[Served] = []
-    with console.status("") as status:
+    with terminal.bar(f"0 of {len(work)}") as say:
         for k, each in enumerate(side_by_side(work, backend, jobs)):
-            status.update(f"{k + 1} of {len(work)}")
+            say(f"{k + 1} of {len(work)}")
             if isinstance(each, Power):
                 found.append(each)
             else:

@@ -89,7 +89,7 @@ def simulate_to(
 
         said, decided, final, drawn = map(writer, ("transcript", "decisions", "models", "noise"))
         noises = None if recorder is None or drawn is None else NoiseWriter(drawn, recorder)
-        bar = files.enter_context(terminal.bar(f"simulating {spec.name}"))
+        say = files.enter_context(terminal.bar("simulating"))
 
         def took(step: SimulatedRound) -> None:
             if said is not None:
@@ -99,7 +99,7 @@ def simulate_to(
                 decided.write(step.t, "decision", step.before)
             if noises is not None:
                 noises.write(step)
-            bar(step.t + 1, spec.rounds)
+            say(f"simulating: {step.t + 1:,} of {spec.rounds:,} rounds")
 
         done = simulate(experiment, replicas, metrics="metrics" in write, noise=recorder or source, progress=took)
         for file in filter(None, (decided, final)):
