@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from pydantic_core import to_json
 from rich import box
@@ -52,7 +55,39 @@ class _Shown:
 
 def print_json(document: Any) -> None:
     """A result for programs, on standard output: plain values, dataclasses, paths and arrays; what is not finite is null."""
-    print(to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
+    text = to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode()
+    print(text, file=_APART.get() or sys.stdout)
+
+
+_APART: ContextVar[TextIO | None] = ContextVar("_APART", default=None)
+"""Where `print_json` writes while words go elsewhere."""
+
+
+@contextmanager
+def json_apart() -> Iterator[None]:
+    """While it lasts, standard output has what `print_json` writes and nothing else: words go to standard error."""
+    before = _APART.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _APART.reset(before)
+
+
+def asked_for_json() -> bool:
+    """Whether `--json` is in force."""
+    return _APART.get() is not None
+
+
+def tell(result: Callable[[], Any]) -> None:
+    """What a command came to, as JSON, where that was asked for; in words it was said before."""
+    if asked_for_json():
+        print_json(result())
+
+
+def tell_file(path: Path) -> None:
+    """The same, where it has been written to a file; with its folder."""
+    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes())})
 
 
 def say(text: str) -> None:

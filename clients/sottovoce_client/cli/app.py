@@ -259,7 +259,22 @@ Metrics = Annotated[
         show_default="none",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+
+
+def _apart(context: typer.Context, asked: bool) -> bool:
+    """Callback of `--json`: the result has standard output to itself until the command ends."""
+    if asked:
+        from sottovoce_client.terminal import json_apart
+
+        context.with_resource(json_apart())
+    return asked
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=_apart, help="Print the result as JSON, for programs; words go to standard error."),
+]
+"""Commands `tell` their result, which is heard where this was asked for."""
 StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
 
 

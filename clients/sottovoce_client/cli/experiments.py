@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import MOST, MOST_JOBS, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
+from sottovoce_client.cli.app import MOST, MOST_JOBS, AsJson, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
 
 
 @app.command(rich_help_panel="Runs")
@@ -31,6 +31,7 @@ def sweep(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("sweep")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
@@ -59,6 +60,9 @@ def sweep(
     print(table)
     print(f"{folder}: sweep.parquet")
     export_results(folder, asked, {"sweep": table})
+    terminal.tell(
+        lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
+    )
 
 
 def values_of(text: str) -> tuple[str, list[Any]]:
@@ -89,11 +93,13 @@ def plot(
     ],
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw what simulate or sweep wrote: one figure for every metric, a line for every file.
 
     Writes plot.html.
     """
+    from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results, figures, read_results, write_page
 
@@ -105,7 +111,9 @@ def plot(
     folder = folder_for("plot", out, ["plot.html"])
     write_page(folder / "plot.html", shown)
     print(f"{folder}: plot.html")
-    export_results(folder, asked, tables)
+    more = [path.name for path in export_results(folder, asked, tables)]
+    names = [each.name for each in shown]
+    terminal.tell(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
 
 
 def _name(path: Path) -> str:

@@ -14,6 +14,7 @@ from sottovoce_client.cli.app import (
     HERE,
     MOST,
     SERVED,
+    AsJson,
     Canaries,
     Coordinator,
     Export,
@@ -54,6 +55,7 @@ def demo(
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
@@ -63,10 +65,12 @@ def demo(
     import yaml
 
     from sottovoce.spec import parse_spec
+    from sottovoce_client import terminal
 
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
+        terminal.tell(lambda: yaml.safe_load(text))
         return
     document = yaml.safe_load(text)
     if data is not None:
@@ -89,6 +93,7 @@ def up(
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
     keep_log: KeepLog = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce.spec import load_spec
@@ -117,6 +122,7 @@ def run(
     ] = "",
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce.spec import load_spec
@@ -172,6 +178,7 @@ def simulate(
     record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
     metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
+    as_json: AsJson = False,
 ) -> None:
     """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
 
@@ -179,9 +186,10 @@ def simulate(
     """
     from sottovoce.experiment import load
     from sottovoce.spec import dump_spec
+    from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
-    from sottovoce_client.running.simulation import require_room, simulate_to, sizes
+    from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
     experiment, asked = load(spec), formats(export)
     kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
@@ -192,9 +200,22 @@ def simulate(
     done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=noise)
     left = [name for name in _SIMULATED if name not in kept]
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
-    print(f"{folder}: {', '.join(file for name in kept for file in _SIMULATED[name])}{more}")
+    files = [file for name in kept for file in _SIMULATED[name]]
+    print(f"{folder}: {', '.join(files)}{more}")
     if asked:
         export_results(folder, asked, {"metrics": done.metrics})
+    ran = experiment.run.spec
+    terminal.tell(
+        lambda: {
+            "folder": folder,
+            "files": files,
+            "left_out": left,
+            "rounds": ran.rounds,
+            "learners": ran.names,
+            "replicas": replicas,
+            "metrics": {} if done.curves is None else finals(done.curves),
+        }
+    )
 
 
 def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:
@@ -220,11 +241,13 @@ def compare(
     out: Annotated[Path | None, results_of("compare")] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
+    from sottovoce_client import terminal
     from sottovoce_client.running.compare import compare as run_all
     from sottovoce_client.running.compare import from_files, the_field
 
@@ -232,7 +255,10 @@ def compare(
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
     folder = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"])
-    raise typer.Exit(run_all(sources, prepared_from, folder, replicas=replicas, seed=seed))
+    code = run_all(sources, prepared_from, folder, replicas=replicas, seed=seed)
+    if (folder / "compare.json").exists():  # else no spec could be run
+        terminal.tell_file(folder / "compare.json")
+    raise typer.Exit(code)
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
@@ -255,6 +281,7 @@ def _conduct(
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce.experiment import PAUSES
     from sottovoce.spec import dump_spec
+    from sottovoce_client import terminal
     from sottovoce_client.running.conduct import conduct
 
     prepared = prepared_from(spec, live=True)
@@ -266,4 +293,9 @@ def _conduct(
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))
+    code = conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching))
+    if (folder / "summary.json").exists():
+        terminal.tell_file(folder / "summary.json")
+    else:  # it was not run to an end: words say why
+        terminal.tell(lambda: {"folder": folder, "state": None})
+    raise typer.Exit(code)

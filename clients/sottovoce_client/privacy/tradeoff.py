@@ -91,6 +91,7 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
         console.print(text, highlight=False, soft_wrap=True)
     write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
     tradeoff_page(prepared.run.spec, answer, trade).write(folder / "tradeoff.html")
+    terminal.tell_file(folder / "tradeoff.json")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
 

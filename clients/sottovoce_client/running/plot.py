@@ -134,15 +134,17 @@ def _marks(name: str, curve: _Line, colour: str) -> Iterator[Mark]:
     yield line(x, mean, short(name, 40), colour)
 
 
-def export_results(folder: Path, asked: Sequence[str], tables: Mapping[str, Table]) -> None:
-    """Write tables and their figures in the formats that were asked for, and say where.
+def export_results(folder: Path, asked: Sequence[str], tables: Mapping[str, Table]) -> tuple[Path, ...]:
+    """Write tables and their figures in the formats that were asked for, and say where; returns the files.
 
     Raises:
         SpecError: Matplotlib is not installed.
     """
     shown = figures(tables) if set(asked) & set(FIGURES) else []
-    for path in export(folder, asked, tables, shown):
+    written = export(folder, asked, tables, shown)
+    for path in written:
         print(path)
+    return written
 
 
 def write_page(path: Path, shown: Sequence[Figure]) -> None:

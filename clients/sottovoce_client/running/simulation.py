@@ -156,6 +156,11 @@ def means(curves: Curves) -> dict[str, Any]:
     return {"rounds": curves.rounds, "metrics": found}  # done, where it was measured
 
 
+def finals(curves: Curves) -> dict[str, Any]:
+    """The whole network's values after the last round, by name; a standard error as of `means`."""
+    return {name: {"mean": each.final, "standard_error": each.final_error} for name, each in curves.curves.items()}
+
+
 def print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
     console = console or terminal.console()
