@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
+from sottovoce_client.cli import completing
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -63,7 +64,6 @@ app = typer.Typer(
     name="sottovoce",
     cls=_Sottovoce,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -127,7 +127,12 @@ runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator
 models_app = typer.Typer(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
+SpecFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.spec_files
+    ),
+]
 
 
 def results_of(name: str) -> Any:
@@ -150,6 +155,7 @@ Export = Annotated[
         metavar="FORMATS",
         help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
         show_default="none",
+        autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
 LiveRounds = Annotated[
@@ -304,6 +310,7 @@ WorkedOnBy = Annotated[
     typer.Option(
         "--backend",
         metavar="WHAT",
+        autocompletion=completing.several(("processes", "ray", "dask")),
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
         "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
     ),

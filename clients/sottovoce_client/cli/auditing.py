@@ -14,6 +14,7 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce.plain import plain
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
@@ -47,7 +48,10 @@ def audit(
     spec: Annotated[
         Path | None,
         typer.Argument(
-            metavar="SPEC", help="The run spec. Not needed with --from and --self-test.", show_default=False
+            metavar="SPEC",
+            help="The run spec. Not needed with --from and --self-test.",
+            show_default=False,
+            autocompletion=completing.spec_files,
         ),
     ] = None,
     runs: Annotated[

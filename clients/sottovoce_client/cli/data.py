@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import AsJson, data_app
 
 
@@ -24,7 +25,13 @@ def list_(as_json: AsJson = False) -> None:
 @data_app.command("fetch")
 def fetch(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="As `sottovoce data list` shows them.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help="As `sottovoce data list` shows them.",
+            show_default=False,
+            autocompletion=completing.data_sets,
+        ),
     ],
     folder: Annotated[
         Path | None, typer.Option(help="Where to put them.", show_default="$SOTTOVOCE_DATA, else your cache")
@@ -80,7 +87,10 @@ def describe(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|FILE", help="A name, or a .npz, .csv or .parquet file of your own.", show_default=False
+            metavar="NAME|FILE",
+            help="A name, or a .npz, .csv or .parquet file of your own.",
+            show_default=False,
+            autocompletion=completing.data_sets,
         ),
     ],
     label: Annotated[

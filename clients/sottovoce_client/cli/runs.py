@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     HERE,
     MOST,
@@ -49,7 +50,9 @@ def demo(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="vital_signs"
+            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.",
+            show_default="vital_signs",
+            autocompletion=completing.data_sets,
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
@@ -171,6 +174,7 @@ def simulate(
         str,
         typer.Option(
             metavar="WHAT",
+            autocompletion=completing.several((*_SIMULATED, "all")),
             help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
             "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
         ),
@@ -235,7 +239,13 @@ def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:
 @app.command(rich_help_panel="Runs")
 def compare(
     specs: Annotated[
-        list[Path] | None, typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
+        list[Path] | None,
+        typer.Argument(
+            metavar="SPEC...",
+            help="Run specs with the same data.",
+            show_default=False,
+            autocompletion=completing.spec_files,
+        ),
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
     out: Annotated[Path | None, results_of("compare")] = None,

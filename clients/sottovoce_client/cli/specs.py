@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sottovoce.plain import plain
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
 
 
@@ -75,7 +76,12 @@ def spec_schema_() -> None:
 
 @spec_app.command("values")
 def spec_values(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="The run specs, YAML files.", show_default=False)],
+    specs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SPEC", help="The run specs, YAML files.", show_default=False, autocompletion=completing.spec_files
+        ),
+    ],
     own: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
