@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from sottovoce.data.files import import_extra
@@ -68,11 +70,25 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         if len(pieces) < 2:  # not worth starting processes for
             return map(work, pieces)
-        results: Iterator[Any] = joblib.Parallel(return_as="generator")(joblib.delayed(work)(piece) for piece in pieces)
+        resource_tracker.ensure_running()  # joblib needs it, and up to Python 3.11 starting it ends the deafness
+        with _deaf_to_ctrl_c():
+            results: Iterator[Any] = joblib.Parallel(return_as="generator")(
+                joblib.delayed(work)(piece) for piece in pieces
+            )
         return results
 
     with joblib.parallel_config("loky", n_jobs=jobs):
         yield over
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started meanwhile never hear it: whoever started them ends them, without a traceback of each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -26,24 +26,46 @@ def require_new(out: Path | None) -> None:
 
 
 @contextmanager
+def until_complete(path: Path) -> Iterator[Path]:
+    """Where to write a file: beside its place, as `NAME.partial`, which takes its name when the block ends.
+
+    It stays what it is called where an error or Ctrl-C ends the block, or the process: what is not whole never looks so.
+    """
+    draft = path.with_name(f"{path.name}.partial")
+    yield draft
+    draft.replace(path)
+
+
+@contextmanager
 def new_file(out: Path) -> Iterator[BinaryIO]:
-    """A file that was not there, while the block lasts; where that fails, nothing stays.
+    """A file that was not there, complete once the block ends; where that fails, nothing stays.
 
     Raises:
         SpecError: something is there by now, or it cannot be written.
     """
+    require_new(out)
     try:
-        with out.open("xb") as file:
-            try:
-                yield file
-            except BaseException:
-                out.unlink(missing_ok=True)
-                raise
+        with until_complete(out) as draft:
+            with draft.open("xb") as file:
+                try:
+                    yield file
+                except BaseException:
+                    draft.unlink(missing_ok=True)
+                    raise
+            require_new(out)
     except FileExistsError:
-        require_new(out)
-        raise
+        raise SpecError(
+            f"there is a file {out}.partial already, which another command writes, or has left when it was killed: "
+            "give another --out, or move it away"
+        ) from None
     except OSError as error:
         raise SpecError(f"cannot write {out}: {error.strerror or error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, in UTF-8."""
+    with until_complete(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def page_json(document: Any) -> bytes:
@@ -69,6 +91,6 @@ def write_json(path: Path, document: Any, *, not_finite: Literal["null", "consta
         document: what it says.
         not_finite: how numbers stand in it that are not finite: as null, for JSON knows no infinity, or as `Infinity` and `NaN`.
     """
-    path.write_bytes(
-        to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist()) + b"\n"
-    )
+    content = to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist())
+    with until_complete(path) as draft:
+        draft.write_bytes(content + b"\n")

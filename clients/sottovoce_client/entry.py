@@ -18,11 +18,17 @@ def settle() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no use to a person
 
 
+def _leave(*_: object) -> None:
+    """What Ctrl-C does while a command is imported: an exception there would come out of any module, in any form."""
+    os.write(2, b"sottovoce: interrupted\n")
+    os._exit(130)
+
+
 def main() -> None:
     """The command `sottovoce`."""
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if heeded:  # while there is nothing yet that could end well, Ctrl-C just ends it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, _leave)
     settle()
     from sottovoce_client.cli import main as command
 

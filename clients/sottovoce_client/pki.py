@@ -367,6 +367,7 @@ def shown(folder: Path, console: Console) -> int:
         issued = [_issued(folder / CERTIFICATE, _listed(folder))]
         newest = {each.principal: each.serial for each in issued}
     table, late, now = terminal.table(), 0, datetime.now(UTC)
+    told = []
     for head in ("identity", "from", "until", "serial", ""):
         table.add_column(head, overflow="fold")
     for each in issued:
@@ -375,10 +376,14 @@ def shown(folder: Path, console: Console) -> int:
         late += soon and not each.revoked
         style = "yellow" if soon else "dim" if state else ""
         who = str(each.principal or "nobody of a deployment")
+        told.append(
+            {"identity": who, "from": each.begins, "until": each.ends, "serial": f"{each.serial:x}", "state": state}
+        )
         table.add_row(
             who, f"{each.begins:%Y-%m-%d}", f"{each.ends:%Y-%m-%d}", f"{each.serial:x}"[:12], state, style=style
         )
     console.print(table if issued else "no certificates")
+    terminal.tell(lambda: told)
     return 1 if late else 0
 
 

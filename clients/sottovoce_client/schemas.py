@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -55,11 +56,12 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     console.print(PUBLIC, style="bold")
     if out is None:
         print(made.text, end="")
-        return
-    with new_file(out) as file:
-        file.write(made.text.encode())
-    _print_draft(made, console)
-    console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
+    else:
+        with new_file(out) as file:
+            file.write(made.text.encode())
+        _print_draft(made, console)
+        console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
+    terminal.tell(lambda: {"out": out, "schema": yaml.safe_load(made.text)})
 
 
 def _print_draft(made: Draft, console: Console) -> None:
@@ -99,10 +101,13 @@ def check(
     for name, text in _facts(encoder, spec):
         grid.add_row(name, Text(text))
     console.print(grid)
-    if records is None or found is None:
-        return True
-    _print_fit(records, found, console)
-    return not found.refused
+    if records is not None and found is not None:
+        _print_fit(records, found, console)
+    fit = (
+        None if found is None else {"records": len(found.fits), "fit": int(found.fits.sum()), "refused": found.reasons}
+    )
+    terminal.tell(lambda: {"schema": schema.model_dump(mode="json"), "features": schema.width, "file": fit})
+    return found is None or not found.refused
 
 
 def _usual(schema: Schema) -> Loss:

@@ -446,7 +446,7 @@ def next_commands(spec: str) -> tuple[str, ...]:
     return (
         f"sottovoce spec check {spec}             # how the records are read: columns, what is 1",
         f"sottovoce budget {spec}                 # what is promised, to whom, and on what it rests",
-        f"sottovoce simulate {spec} --metrics     # what it comes to, without services",
+        f"sottovoce simulate {spec}               # what it comes to, without services",
         f"sottovoce up {spec}                     # all services on this machine",
     )
 

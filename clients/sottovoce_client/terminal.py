@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from pydantic_core import to_json
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
 from sottovoce.plain import plain_lines
+
+_COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
+_DRAWN_S = 0.1
+"""A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
 
 
 def console(**look: Any) -> Console:
@@ -44,12 +55,71 @@ class _Shown:
 
 def print_json(document: Any) -> None:
     """A result for programs, on standard output: plain values, dataclasses, paths and arrays; what is not finite is null."""
-    print(to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
+    text = to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode()
+    print(text, file=_APART.get() or sys.stdout)
+
+
+_APART: ContextVar[TextIO | None] = ContextVar("_APART", default=None)
+"""Where `print_json` writes while words go elsewhere."""
+
+
+@contextmanager
+def json_apart() -> Iterator[None]:
+    """While it lasts, standard output has what `print_json` writes and nothing else: words go to standard error."""
+    before = _APART.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _APART.reset(before)
+
+
+def asked_for_json() -> bool:
+    """Whether `--json` is in force."""
+    return _APART.get() is not None
+
+
+def tell(result: Callable[[], Any]) -> None:
+    """What a command came to, as JSON, where that was asked for; in words it was said before."""
+    if asked_for_json():
+        print_json(result())
+
+
+def tell_file(path: Path) -> None:
+    """The same, where it has been written to a file; with its folder."""
+    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes())})
 
 
 def say(text: str) -> None:
     """A line for whoever waits: on standard error, beside what the command came for."""
     print(plain_lines(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[str], None]]:
+    """A bar with the time left, on standard error until the block ends; nothing where that is no terminal.
+
+    What is given is told what is being done: `simulating: 40 of 500 rounds` fills the bar, what counts nothing lets it move.
+    """
+    shown = console(stderr=True)
+    if not shown.is_terminal:
+        yield lambda what: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
+        task, due = progress.add_task(what, total=None), 0.0
+
+        def say(what: str) -> None:
+            nonlocal due
+            counted = _COUNTED.findall(what)
+            if not counted:
+                progress.reset(task, total=None, description=what)
+            elif time.monotonic() >= due or counted[-1][0] == counted[-1][1]:
+                due = time.monotonic() + _DRAWN_S
+                done, of = (int(number.replace(",", "")) for number in counted[-1])
+                progress.update(task, completed=done, total=of, description=what)
+
+        yield say
 
 
 def table(*heads: str, **look: Any) -> Table:

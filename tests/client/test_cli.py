@@ -121,7 +121,7 @@ COMMANDS = {
     "data fetch": "--from",
     "up": "--per-process",
     "run": "--coordinator",
-    "simulate": "--record-noise",
+    "simulate": "--write",
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
@@ -246,7 +246,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
 
 def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
     spec = written(tmp_path)
-    options = ["--replicas", "2", "--seed", "7", "--record-noise"]
+    options = ["--replicas", "2", "--seed", "7", "--write", "decisions,transcript,noise"]
     code, out, err = ran("simulate", spec, "--out", str(tmp_path / "one"), *options)
     assert (code, err) == (0, "")
     assert "20 rounds of 3 learners, 2 replicas" in out
@@ -261,7 +261,7 @@ def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
     np.testing.assert_allclose(said, decided[:-1] + noise, rtol=0, atol=1e-9)
     assert load_spec(tmp_path / "one" / "spec.yaml") == load_spec(Path(spec))
 
-    recorded = ["--replicas", "2", "--noise", str(tmp_path / "one" / "noise.parquet")]
+    recorded = ["--replicas", "2", "--write", "transcript", "--noise", str(tmp_path / "one" / "noise.parquet")]
     assert ran("simulate", spec, "--out", str(tmp_path / "two"), *recorded)[0] == 0
     again = read_transcript(tmp_path / "two" / "transcript.parquet").fields["y"]
     np.testing.assert_allclose(again, said, rtol=1e-12, atol=1e-12)

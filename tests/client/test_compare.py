@@ -1,4 +1,4 @@
-"""`simulate --metrics` and `compare`: what they print, write and exit with."""
+"""`simulate` and `compare`: what they print, write and exit with."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path
     assert CliRunner().invoke(app, ["compare", fine, str(tmp_path / "none.yaml"), *out]).exit_code == 1
 
 
-# ---- simulate --metrics ----------------------------------------------------------------------------------------------
+# ---- simulate --------------------------------------------------------------------------------------------------------
 
 
 def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
     path, folder = written(records, "run"), tmp_path / "out"
-    done = CliRunner().invoke(app, ["simulate", str(path), "--out", str(folder), "--replicas", "2", "--metrics"])
+    done = CliRunner().invoke(app, ["simulate", str(path), "--out", str(folder), "--replicas", "2"])
     table = pq.read_table(folder / "metrics.parquet").to_pylist()
     document = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
 
@@ -184,9 +184,15 @@ def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
     regrets = {row["learner"]: row["mean"] for row in table if row["rounds"] == 15 and row["metric"] == "static_regret"}
     named = [regrets[f"learner-{i}"] for i in range(3)]
     assert np.mean(named) == pytest.approx(regrets[None])
-    assert (folder / "transcript.parquet").is_file()
+    assert {each.name for each in folder.iterdir()} == {
+        "spec.yaml",
+        "metrics.parquet",
+        "metrics.json",
+        "models.parquet",
+    }
+    assert done.output.endswith("models.parquet; left out: decisions, transcript, noise (--write)\n")
 
-    again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain")])
+    again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain"), "--write", "models"])
     assert again.exit_code == 0
     assert not (tmp_path / "plain" / "metrics.json").exists()
 

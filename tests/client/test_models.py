@@ -285,7 +285,7 @@ async def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_pat
     assert code == 2 and "from a seed or a recording, which protects nobody" in err and not out.exists()
     code, _, err = await ran(*arguments, "--unprotected")
     assert code == 0, err
-    decisions = pq.read_table(tmp_path / "sim" / "decisions.parquet").to_pylist()
+    decisions = pq.read_table(tmp_path / "sim" / "models.parquet").to_pylist()
     last = [row["value"] for row in decisions if (row["round"], row["sender"], row["replica"]) == (5, 1, 1)]
     with np.load(out) as model:
         assert [[*model["weights"], float(model["intercept"])]] == last

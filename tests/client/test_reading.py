@@ -99,7 +99,7 @@ def test_paths_begin_where_the_spec_lies(folder: Path) -> None:
     out = folder.parent / "results"
     out.mkdir()
     experiment = Experiment.model_validate(load_spec(folder / "spec.yaml").model_dump(mode="json"))
-    simulate_to(out, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+    simulate_to(out, experiment, replicas=1, seed=0, noise=None, write=())
     assert "source: ../ward/records.csv" in (out / "spec.yaml").read_text(encoding="utf-8")
     (deeper := out / "a" / "b").mkdir(parents=True)
     experiment.to_yaml(deeper / "spec.yaml")
@@ -140,21 +140,24 @@ def test_a_simulation_that_is_interrupted_leaves_partial_files(
 
     monkeypatch.setattr(transcript.TranscriptWriter, "write", until_round_3)
     with pytest.raises(how):
-        simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+        simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, write=("models", "decisions", "transcript"))
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "decisions.parquet.partial",
+        "models.parquet.partial",
         "spec.yaml",
         "transcript.parquet.partial",
     ]
     monkeypatch.undo()
-    simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+    simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, write=("models", "decisions", "transcript"))
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
     with pytest.raises(SpecError, match=r"a simulation holds at most 134217728 numbers, .* take fewer replicas"):
-        simulate_to(tmp_path, experiment, replicas=10**9, seed=0, noise=None, record_noise=False)
+        simulate_to(
+            tmp_path, experiment, replicas=10**9, seed=0, noise=None, write=("models", "decisions", "transcript")
+        )
 
 
 def test_a_model_beyond_what_services_take_is_refused() -> None:

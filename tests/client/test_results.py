@@ -20,7 +20,7 @@ from sottovoce_client.cli.app import folder_for
 
 SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 COMMANDS: dict[str, list[str]] = {
-    "simulate": ["--metrics", "--record-noise"],
+    "simulate": ["--write", "all"],
     "compare": ["--replicas", "2"],
     "sweep": ["--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
     "budget": [],

@@ -1,19 +1,27 @@
-"""`sottovoce simulate`: noise is written as it was drawn, read back, and said again."""
+"""`sottovoce simulate`: what it writes and leaves out, and noise that is written as it was drawn, read back, and said again."""
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from typer.testing import CliRunner, Result
 
-from sottovoce.experiment import Experiment
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.experiment import Experiment, load
 from sottovoce.running.transcript import read_noise, read_transcript
-from sottovoce_client.running.simulation import simulate_to
+from sottovoce_client.cli import app
+from sottovoce_client.documents import new_file
+from sottovoce_client.running import simulation
+from sottovoce_client.running.simulation import simulate_to, sizes
 
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
@@ -32,15 +40,15 @@ def simulated(folder: Path, changes: dict[str, Any], **more: Any) -> Path:
     rounds = 6 if changes["algorithm"]["name"] in ("dvp", "pvp", "admm") else 36
     folder.mkdir()
     spec = {**FIELD["common"], **changes, "rounds": rounds}
-    simulate_to(folder, Experiment(**spec), replicas=2, seed=3, **{"noise": None, "record_noise": False, **more})
+    simulate_to(folder, Experiment(**spec), replicas=2, seed=3, **{"noise": None, **more})
     return folder
 
 
 @pytest.mark.parametrize("changes", RUNS, ids=lambda run: str(run["name"]))
 def test_recorded_noise_is_read_back_and_said_again(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Fields beside those of the message (`dvp`), rounds without a draw (`pd-ftgl`), no noise at all (`admm`)."""
-    first = simulated(tmp_path / "first", changes, record_noise=True)
-    again = simulated(tmp_path / "again", changes, noise=first / "noise.parquet", record_noise=True)
+    first = simulated(tmp_path / "first", changes, write=("transcript", "noise"))
+    again = simulated(tmp_path / "again", changes, noise=first / "noise.parquet", write=("transcript", "noise"))
 
     said, repeated = (read_transcript(folder / "transcript.parquet").fields for folder in (first, again))
     assert said.keys() == repeated.keys()
@@ -53,14 +61,14 @@ def test_recorded_noise_is_read_back_and_said_again(tmp_path: Path, changes: dic
 def test_rounds_without_a_draw_have_zeros(tmp_path: Path) -> None:
     """PD-FTGL draws in the first round of a block, for the leaf of the block before: once in two blocks and a bit."""
     changes = next(run for run in FIELD["runs"] if run["name"] == "pd-ftgl")
-    noise = read_noise(simulated(tmp_path / "run", changes, record_noise=True) / "noise.parquet")["y"]
+    noise = read_noise(simulated(tmp_path / "run", changes, write=("transcript", "noise")) / "noise.parquet")["y"]
 
     assert len(noise) == 36
     assert [t for t in range(36) if noise[t].any()] == [16]
 
 
-@pytest.mark.parametrize("record_noise", [False, True])
-def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, record_noise: bool) -> None:
+@pytest.mark.parametrize("more", [[], ["noise"]])
+def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, more: list[str]) -> None:
     """A round's noise is 12 kB here: 400 rounds would hold five megabytes of it, more than the writer's rows."""
 
     def peak(rounds: int) -> int:
@@ -70,10 +78,179 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, record_noise: bool
         _ = experiment.prepared
         tracemalloc.start()
         try:
-            simulate_to(folder, experiment, replicas=10, seed=0, noise=None, record_noise=record_noise)
+            simulate_to(folder, experiment, replicas=10, seed=0, noise=None, write=["transcript", "decisions", *more])
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
     peak(20)
     assert peak(800) - peak(400) < 2.5e6
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+FILES = {
+    "metrics": {"metrics.parquet", "metrics.json"},
+    "models": {"models.parquet"},
+    "decisions": {"decisions.parquet"},
+    "transcript": {"transcript.parquet"},
+    "noise": {"noise.parquet"},
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**SMALL, "data": {"source": "breast_cancer"}}), "utf-8")
+    return tmp_path / "small.yaml"
+
+
+def ran(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], ["metrics", "models"]),
+        (["--write", "transcript"], ["transcript"]),
+        (["--write", "noise, decisions"], ["decisions", "noise"]),
+        (["--write", "all"], list(FILES)),
+        (["--write", "models", "--export", "csv"], ["metrics", "models"]),
+        (["--metrics", "--record-noise"], ["metrics", "models", "noise"]),  # of before
+    ],
+)
+def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
+    words: list[str], kept: list[str], spec: Path, tmp_path: Path
+) -> None:
+    done = ran(spec, "--out", tmp_path / "o", *words)
+    assert (done.exit_code, done.stderr) == (0, "")
+    exported = {"metrics.csv"} if "--export" in words else set()
+    assert {each.name for each in (tmp_path / "o").iterdir()} == {
+        "spec.yaml",
+        *exported,
+        *(file for name in kept for file in FILES[name]),
+    }
+    left = ", ".join(name for name in FILES if name not in kept)
+    assert (f"left out: {left} (--write)" in done.stdout) == bool(left)
+    assert ("average_loss: " in done.stdout) == ("metrics" in kept)
+
+
+@pytest.mark.parametrize("wrong", ["", "models,everything", ","])
+def test_what_there_is_not_is_refused_before_there_is_a_folder(wrong: str, spec: Path, tmp_path: Path) -> None:
+    done = ran(spec, "--out", tmp_path / "o", "--write", wrong)
+    assert isinstance(done.exception, SpecError)
+    assert "--write must be of metrics, models, decisions, transcript, noise or all, got" in str(done.exception)
+    assert not (tmp_path / "o").exists()
+
+
+def test_models_are_the_last_decisions(spec: Path, tmp_path: Path) -> None:
+    assert ran(spec, "--out", tmp_path / "o", "--replicas", 2, "--write", "models,decisions").exit_code == 0
+    models, decided = (pq.read_table(tmp_path / "o" / f"{name}.parquet") for name in ("models", "decisions"))
+    assert models.schema == decided.schema
+    assert models.to_pylist() == [row for row in decided.to_pylist() if row["round"] == SMALL["rounds"]]
+
+
+def test_sizes_are_those_of_the_files(spec: Path, tmp_path: Path) -> None:
+    """Compressed noise is nearly as large as it is: within a fifth, for all three."""
+    ran(spec, "--out", tmp_path / "o", "--replicas", 200, "--write", "all")
+    expected = sizes(load(spec).run, 200, list(FILES))
+    assert list(expected) == ["models", "decisions", "transcript", "noise"]
+    for name in ("transcript", "noise"):
+        written = (tmp_path / "o" / f"{name}.parquet").stat().st_size
+        assert 0.8 < written / expected[name] < 1.2
+    assert expected["decisions"] == 7 * expected["models"]
+
+
+def test_what_is_large_is_said_and_what_has_no_room_refused(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation, "_LARGE", 1000)
+    said = ran(spec, "--out", tmp_path / "o", "--write", "models,transcript")
+    assert said.exit_code == 0
+    assert said.stderr == "about 5.21 kB will be written: models 744 bytes, transcript 4.46 kB\n"
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    refused = ran(spec, "--out", tmp_path / "p" / "q", "--write", "models,transcript")
+    assert isinstance(refused.exception, SpecError)
+    assert "5 kB are free, and will have about 5.21 kB (models 744 bytes, transcript 4.46 kB)" in str(refused.exception)
+    assert not (tmp_path / "p").exists()
+
+
+def test_whoever_needs_what_was_left_out_says_how_to_get_it(spec: Path, tmp_path: Path) -> None:
+    ran(spec, "--out", tmp_path / "o", "--write", "noise")
+    for words, needed in (
+        (["transcript", "show"], "simulate --write transcript"),
+        (["transcript", "query", "SELECT * FROM said"], "simulate --write transcript"),
+        (["models", "export", "--out", tmp_path / "m.npz"], "simulate --write models"),
+        (["plot", "--out", tmp_path / "p"], "simulate --write metrics"),
+        (["audit", "--from"], f"sottovoce audit {tmp_path / 'o'}/spec.yaml"),
+    ):
+        at = 1 if words[0] == "plot" else 2
+        done = CliRunner().invoke(app, [*map(str, words[:at]), str(tmp_path / "o"), *map(str, words[at:])])
+        assert isinstance(done.exception, SottovoceError)
+        assert needed in str(done.exception)
+
+
+# ---- what is not complete --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["simulate", "SPEC"], "metrics.json"),
+        (["compare", "SPEC"], "compare.html"),
+        (["sweep", "SPEC", "--set", "algorithm.sigma=1", "--seeds", "1", "--jobs", "1"], "sweep.parquet"),
+        (
+            ["sweep", "SPEC", "--set", "algorithm.sigma=1", "--seeds", "1", "--jobs", "1", "--export", "csv"],
+            "sweep.csv",
+        ),
+        (["budget", "SPEC"], "budget.json"),
+        (["tradeoff", "SPEC", "--epsilons", "5,10,20", "--replicas", "2"], "tradeoff.html"),
+        (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.html"),
+        (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.json"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else each,
+)
+def test_what_is_interrupted_is_called_partial(
+    words: list[str],
+    last: str,
+    how: type[BaseException],
+    spec: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Just before a file is complete: it has all that it will have, but nobody knows that yet."""
+    replace = Path.replace
+
+    def unless_last(self: Path, to: Path) -> Path:
+        if to.name == last:
+            raise how
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", unless_last)
+    done = CliRunner().invoke(
+        app, [*(str(spec) if word == "SPEC" else word for word in words), "--out", str(tmp_path / "o")]
+    )
+    assert done.exit_code != 0
+    there = {each.name for each in (tmp_path / "o").iterdir()}
+    assert f"{last}.partial" in there and last not in there
+
+
+def test_a_new_file_is_there_when_it_is_complete_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "model.npz"
+    with new_file(out) as file:
+        file.write(b"half")
+        assert [each.name for each in tmp_path.iterdir()] == ["model.npz.partial"]
+        with (
+            pytest.raises(SpecError, match=r"model\.npz\.partial already, which another command writes"),
+            new_file(out),
+        ):
+            pass
+    assert [each.name for each in tmp_path.iterdir()] == ["model.npz"]
+    with pytest.raises(SpecError, match=r"there is a file .*npz already"), new_file(out):
+        pass
+    with pytest.raises(KeyboardInterrupt), new_file(tmp_path / "other"):
+        raise KeyboardInterrupt
+    assert out.read_bytes() == b"half" and len(list(tmp_path.iterdir())) == 1

@@ -143,8 +143,8 @@ def audit_to(
     """
     console = console or terminal.console()
     began = time.monotonic()
-    with console.status("choosing the swap") as status:
-        done = work(asked.plan(prepared), say=status.update)
+    with terminal.bar("choosing the swap") as say:
+        done = work(asked.plan(prepared), say=say)
     return show(done, asked.seed, folder, console, _pace(done, time.monotonic() - began))
 
 

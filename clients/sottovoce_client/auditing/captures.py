@@ -66,7 +66,11 @@ def earlier(
     root = open_folder(place)
     captures = find(root)
     if not captures:
-        raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json")
+        simulated = "spec.yaml" in root.names()
+        hint = (
+            f"; its spec is audited by simulations of its own: sottovoce audit {place}/spec.yaml" if simulated else ""
+        )
+        raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json{hint}")
     document = _same_spec(captures)
     if not document:
         raise CaptureError(

@@ -54,11 +54,11 @@ def audit_ciphertext_to(
         RunFailed: services do not work.
     """
     console = console or terminal.console()
-    with console.status("choosing the swap") as status:
+    with terminal.bar("choosing the swap") as say:
         plan = plan_for_ciphertext(prepared, asked)
-        runs = made(plan, folder, "wiretap", seeded=seeded, say=status.update)
+        runs = made(plan, folder, "wiretap", seeded=seeded, say=say)
         source = f"{plural(len(runs.kept), 'run')} of real services on this machine, channels encrypted and tapped"
-        done = audit_ciphertext(plan, runs, asked.seed, status.update)
+        done = audit_ciphertext(plan, runs, asked.seed, say)
     return show_ciphertext(done, plan, runs, "; ".join((source, *runs.notes)), asked.seed, folder, console)
 
 

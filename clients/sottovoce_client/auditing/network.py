@@ -22,10 +22,9 @@ from sottovoce_client.auditing.worlds import Way, as_audited, pairs_of, read_wor
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
-from sottovoce_client.wording import duration, plural
+from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.storage import open_folder
 
-_BAR = 24
 _LET_GO_S, _LOOK_S = 30.0, 0.005
 _MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
@@ -205,8 +204,6 @@ def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callabl
         if done == 1:  # the services were still waking up
             began = now
         pace = (done - 1) / (now - began) if done > 1 else 0.0
-        filled = _BAR * done // runs
-        left = f"{pace:.2g} runs/s, {duration(round((runs - done) / pace))} left" if pace else "the first one"
-        say(f"{'━' * filled}{'─' * (_BAR - filled)} run {done:,} of {runs:,}, {left}")
+        say(f"run {done:,} of {runs:,}, {f'{pace:.2g} runs/s' if pace else 'the first one'}")
 
     return tell

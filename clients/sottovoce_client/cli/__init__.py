@@ -7,6 +7,7 @@ import sys
 from sottovoce.errors import SottovoceError
 from sottovoce.plain import plain_lines
 from sottovoce_client.cli.app import (
+    INTERRUPTED,
     app,
     data_app,
     eavesdropper_app,
@@ -92,4 +93,5 @@ def main() -> None:
         print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
+        print(INTERRUPTED, end="", file=sys.stderr)
         raise SystemExit(130) from None

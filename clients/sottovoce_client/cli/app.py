@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
-from collections.abc import Collection
+import sys
+import warnings
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce_client.cli import completing
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
 
+
+INTERRUPTED = "sottovoce: interrupted\n"
+
+
+@contextlib.contextmanager
+def _ending_in_a_line() -> Iterator[None]:
+    try:
+        yield
+    except (SottovoceError, typer.Exit):
+        raise
+    except BaseException as error:
+        if not _of_ctrl_c(error):
+            raise
+        warnings.simplefilter("ignore")  # of what is cut short
+        print(INTERRUPTED, end="", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _of_ctrl_c(error: BaseException | None) -> bool:
+    """Is this what came of it? Where C code is imported, or runs, another exception may: pydantic's has its name in the text."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+class _Sottovoce(TyperGroup):
+    """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
+
+    def make_context(self, *words: Any, **more: Any) -> Any:
+        with _ending_in_a_line():
+            return super().make_context(*words, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ending_in_a_line():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="sottovoce",
+    cls=_Sottovoce,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -83,7 +127,12 @@ runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator
 models_app = typer.Typer(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
+SpecFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.spec_files
+    ),
+]
 
 
 def results_of(name: str) -> Any:
@@ -106,6 +155,7 @@ Export = Annotated[
         metavar="FORMATS",
         help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
         show_default="none",
+        autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
 LiveRounds = Annotated[
@@ -215,7 +265,22 @@ Metrics = Annotated[
         show_default="none",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+
+
+def _apart(context: typer.Context, asked: bool) -> bool:
+    """Callback of `--json`: the result has standard output to itself until the command ends."""
+    if asked:
+        from sottovoce_client.terminal import json_apart
+
+        context.with_resource(json_apart())
+    return asked
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=_apart, help="Print the result as JSON, for programs; words go to standard error."),
+]
+"""Commands `tell` their result, which is heard where this was asked for."""
 StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
 
 
@@ -245,6 +310,7 @@ WorkedOnBy = Annotated[
     typer.Option(
         "--backend",
         metavar="WHAT",
+        autocompletion=completing.several(("processes", "ray", "dask")),
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
         "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
     ),

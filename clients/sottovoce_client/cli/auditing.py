@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,11 +14,13 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce.plain import plain
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
     SERVED,
     AllowImports,
+    AsJson,
     IdentityFolder,
     Insecure,
     LogLevel,
@@ -45,7 +48,10 @@ def audit(
     spec: Annotated[
         Path | None,
         typer.Argument(
-            metavar="SPEC", help="The run spec. Not needed with --from and --self-test.", show_default=False
+            metavar="SPEC",
+            help="The run spec. Not needed with --from and --self-test.",
+            show_default=False,
+            autocompletion=completing.spec_files,
         ),
     ] = None,
     runs: Annotated[
@@ -130,6 +136,7 @@ def audit(
     alarms: Annotated[
         int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.", rich_help_panel=_TEST)
     ] = 5,
+    as_json: AsJson = False,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
@@ -142,9 +149,10 @@ def audit(
             raise SpecError("--power goes with --self-test, and with no SPEC: it breaks runs of its own")
         from sottovoce_client.lab.power import measure_power
 
-        raise typer.Exit(
-            measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out)
-        )
+        with _kept(out, as_json) as kept:
+            code = measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=kept)
+            _tell(kept, "power.json", out)
+        raise typer.Exit(code)
     if self_test:
         from sottovoce_client.lab import selftest
 
@@ -152,7 +160,10 @@ def audit(
             folder_for("audit", out, ["selftest.json"])
         broken = None if spec is None else prepared_from(load_spec(spec))
         tested = partial(selftest.self_test, learner=learner, mutants=mutant or [], alarms=alarms)
-        raise typer.Exit(tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out))
+        with _kept(out, as_json) as kept:
+            code = tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=kept)
+            _tell(kept, "selftest.json", out)
+        raise typer.Exit(code)
     _require_heeded(captures, runs, on, backend, record, replacement, threat, neighbour)
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import AuditRequest
@@ -176,6 +187,25 @@ def audit(
     # Captures of other runs are what `--from` would take for the audit's own.
     folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
+
+
+@contextlib.contextmanager
+def _kept(out: Path | None, as_json: bool) -> Iterator[Path | None]:
+    """Where results are written; where nobody has named a folder, and they are asked for, one that is gone afterwards."""
+    from sottovoce_client.scratch import scratch
+
+    if out is not None or not as_json:
+        yield out
+        return
+    with scratch("sottovoce-result-") as folder:
+        yield folder
+
+
+def _tell(kept: Path | None, name: str, out: Path | None) -> None:
+    from sottovoce_client import terminal
+
+    if kept is not None:
+        terminal.tell(lambda: {"folder": out, **json.loads((kept / name).read_bytes())})
 
 
 def _require_heeded(
@@ -216,6 +246,7 @@ def _made(
     seeded: bool,
 ) -> int:
     """An audit of runs that are made for it; returns the exit code."""
+    from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import audit_to
     from sottovoce_client.running.operate import Interrupted
 
@@ -223,9 +254,12 @@ def _made(
         if on == "wiretap":
             from sottovoce_client.auditing.ciphertext import audit_ciphertext_to
 
-            return audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
-        with _work(on, folder, backend, jobs, seeded=seeded) as work:
-            return audit_to(folder, prepared, asked, work)
+            code = audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
+        else:
+            with _work(on, folder, backend, jobs, seeded=seeded) as work:
+                code = audit_to(folder, prepared, asked, work)
+        terminal.tell_file(folder / "audit.json")
+        return code
     except Interrupted as stopped:  # which says in a line what there is
         print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
         return 130
@@ -260,13 +294,16 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     from sottovoce_client.auditing.ciphertext import audit_ciphertext, show_ciphertext
 
     console = terminal.console()
-    with console.status("reading captures") as status:
-        plan, runs, source = earlier(captures, asked, prepared_from, status.update, spec=spec)
+    with terminal.bar("reading captures") as say:
+        plan, runs, source = earlier(captures, asked, prepared_from, say, spec=spec)
         if runs.tapped:
-            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, status.update), plan, runs, source)
+            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, say), plan, runs, source)
         else:
-            told = partial(show, audit_of(plan, runs, source, status.update))
-    return told(asked.seed, folder_for("audit", out, _WRITES), console)
+            told = partial(show, audit_of(plan, runs, source, say))
+    folder = folder_for("audit", out, _WRITES)
+    code = told(asked.seed, folder, console)
+    terminal.tell_file(folder / "audit.json")
+    return code
 
 
 @app.command(rich_help_panel="Privacy")
@@ -282,12 +319,14 @@ def gallery(
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
     allow_imports: AllowImports = False,
     out: Annotated[Path | None, results_of("gallery")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
     from sottovoce.data.folders import data_folders
+    from sottovoce_client import terminal
     from sottovoce_client.lab.gallery.gallery import gallery as show
     from sottovoce_client.lab.gallery.gallery import gallery_of
 
@@ -296,6 +335,7 @@ def gallery(
         show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
         gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
+    terminal.tell_file(folder / "gallery.json")
 
 
 @app.command(rich_help_panel="Privacy")
@@ -341,6 +381,7 @@ def watch(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sottovoce_client.cli.app import MOST_SECONDS, AllowImports, IdentityFolder, Insecure, LogLevel, feed_app
+from sottovoce_client.cli.app import MOST_SECONDS, AllowImports, AsJson, IdentityFolder, Insecure, LogLevel, feed_app
 from sottovoce_client.cli.feeding import (
     DeadLetters,
     IgnoreUnknown,
@@ -98,6 +98,7 @@ def nats(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed a stream of NATS JetStream, each record once (extra `feed`). Without a user a password is a token."""
     from sottovoce_client.feeding.nats import open_nats
@@ -151,6 +152,7 @@ def redis(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed streams of Redis, each record once (extra `feed`)."""
     from sottovoce_client.feeding.redis import open_redis
@@ -221,6 +223,7 @@ def mqtt(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed topics of MQTT 5, with QoS 1 (extra `feed`)."""
     from sottovoce_client.feeding.mqtt import open_mqtt
@@ -273,6 +276,7 @@ def kafka(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed topics of brokers that speak Kafka's protocol, each record once (extra `feed`)."""
     from sottovoce_client.feeding.kafka import open_kafka

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import data_app
+from sottovoce_client.cli import completing
+from sottovoce_client.cli.app import AsJson, data_app
 
 
 @data_app.command("list")
-def list_() -> None:
+def list_(as_json: AsJson = False) -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
     from sottovoce.data.folders import data_folders
     from sottovoce_client import terminal
@@ -24,7 +25,13 @@ def list_() -> None:
 @data_app.command("fetch")
 def fetch(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="As `sottovoce data list` shows them.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help="As `sottovoce data list` shows them.",
+            show_default=False,
+            autocompletion=completing.data_sets,
+        ),
     ],
     folder: Annotated[
         Path | None, typer.Option(help="Where to put them.", show_default="$SOTTOVOCE_DATA, else your cache")
@@ -38,6 +45,7 @@ def fetch(
             show_default=False,
         ),
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -48,6 +56,7 @@ def fetch(
     from sottovoce_client.data.catalogue import known
     from sottovoce_client.data.fetch import fetch as bring
 
+    told: list[dict[str, Any]] = []
     sources, console = [known(name) for name in dict.fromkeys(names)], terminal.console()
     folders = (folder,) if folder else data_folders()
     if not folders:
@@ -56,9 +65,11 @@ def fetch(
         if not source.originals:
             whose = "it is made when it is asked for" if source.made else "scikit-learn ships it"
             console.print(f"{source.name}: {whose}, there is nothing to fetch")
+            told.append({"name": source.name, "path": None, "came": []})
             continue
         if (path := find(source.name, folders)) is not None:
             console.print(Text(f"{source.name}: here already, {path}"))
+            told.append({"name": source.name, "path": path, "came": []})
             continue
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -67,6 +78,8 @@ def fetch(
             checked = "as published" if each.known else "no checksum of it is known: compare it with a copy you trust"
             console.print(Text(f"{each.name}: {each.digest}, {checked}"))
         console.print(Text(f"{source.name}: {done.path} (licence: {source.licence})"))
+        told.append({"name": source.name, "path": done.path, "came": done.came})
+    terminal.tell(lambda: told)
 
 
 @data_app.command("describe")
@@ -74,12 +87,16 @@ def describe(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|FILE", help="A name, or a .npz, .csv or .parquet file of your own.", show_default=False
+            metavar="NAME|FILE",
+            help="A name, or a .npz, .csv or .parquet file of your own.",
+            show_default=False,
+            autocompletion=completing.data_sets,
         ),
     ],
     label: Annotated[
         str | None, typer.Option(help="Label column of a file.", show_default="label, else y, else the last one")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a data set holds: records, features and their ranges, classes, source, licence, and a spec that uses it.
 

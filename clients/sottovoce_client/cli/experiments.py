@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import MOST, MOST_JOBS, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
+from sottovoce_client.cli.app import MOST, MOST_JOBS, AsJson, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
 
 
 @app.command(rich_help_panel="Runs")
@@ -31,6 +31,7 @@ def sweep(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("sweep")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
@@ -47,18 +48,21 @@ def sweep(
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
     folder = folder_for("sweep", out, ["sweep.parquet"])
-    with terminal.console().status("simulating") as status:
+    with terminal.bar("simulating") as say:
         table = run_all(
             experiment,
             wanted,
             seeds,
             **options,
-            progress=lambda done, of: status.update(f"{done:,} of {of:,} simulated"),
+            progress=lambda done, of: say(f"{done:,} of {of:,} simulated"),
         )
     write_table(table, folder / "sweep.parquet")
     print(table)
     print(f"{folder}: sweep.parquet")
     export_results(folder, asked, {"sweep": table})
+    terminal.tell(
+        lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
+    )
 
 
 def values_of(text: str) -> tuple[str, list[Any]]:
@@ -89,11 +93,13 @@ def plot(
     ],
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Draw what simulate --metrics or sweep wrote: one figure for every metric, a line for every file.
+    """Draw what simulate or sweep wrote: one figure for every metric, a line for every file.
 
     Writes plot.html.
     """
+    from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results, figures, read_results, write_page
 
@@ -105,7 +111,9 @@ def plot(
     folder = folder_for("plot", out, ["plot.html"])
     write_page(folder / "plot.html", shown)
     print(f"{folder}: plot.html")
-    export_results(folder, asked, tables)
+    more = [path.name for path in export_results(folder, asked, tables)]
+    names = [each.name for each in shown]
+    terminal.tell(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
 
 
 def _name(path: Path) -> str:

@@ -12,6 +12,7 @@ import typer
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
     AllowImports,
+    AsJson,
     IdentityFolder,
     Insecure,
     Listen,
@@ -110,6 +111,7 @@ def csv(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed CSV files with a header, each record once."""
     from sottovoce_client.feeding.files import csv_files
@@ -138,6 +140,7 @@ def jsonl(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed files with a JSON object on each line, each record once."""
     from sottovoce_client.feeding.files import jsonl_files
@@ -162,6 +165,7 @@ def parquet(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed Parquet files, each record once (extra `audit`)."""
     from sottovoce_client.feeding.parquet import parquet_files
@@ -186,6 +190,7 @@ def stdin(
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed what comes on standard input, until it ends."""
     from sottovoce_client.feeding.forms import Csv, JsonLines
@@ -231,6 +236,7 @@ def http(
     ] = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
 ) -> None:
     """Feed what clients POST to /records, as JSON (extra `feed`). They are answered when the learner has it in keeping."""
     from sottovoce.data.files import import_extra

@@ -52,7 +52,11 @@ def show_run(
 
 @runs_app.command("stop")
 def stop_run(
-    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+    run: RunId,
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """End a run before its last round; other runs go on."""
     from sottovoce_client.running import known
@@ -63,7 +67,11 @@ def stop_run(
 
 @runs_app.command("resume")
 def resume_run(
-    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+    run: RunId,
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Take up a run that failed: its learners go on where their logs end.
 
@@ -87,6 +95,7 @@ def leave_run(
     coordinator: Coordinator = HERE,
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a run under way go on without a learner.
 
@@ -107,6 +116,7 @@ def join_run(
     coordinator: Coordinator = HERE,
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
     from sottovoce_client.running import known
@@ -121,6 +131,7 @@ def rebind(
     coordinator: Coordinator = HERE,
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
@@ -148,6 +159,7 @@ def doctor(
     ] = None,
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what of a deployment is not as it must be, seen from here, and what to do: identity, services, clocks, folders.
 
@@ -161,4 +173,6 @@ def doctor(
     given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
     services = [(role, address) for role, addresses in given for address in addresses if address]
     findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [], metrics or [])))
-    raise typer.Exit(show(findings, terminal.console()))
+    code = show(findings, terminal.console())
+    terminal.tell(lambda: {"well": not code, "findings": findings})
+    raise typer.Exit(code)

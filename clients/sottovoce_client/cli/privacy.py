@@ -10,6 +10,7 @@ import typer
 from sottovoce_client.cli.app import (
     MOST,
     AllowImports,
+    AsJson,
     LiveRecords,
     LiveRounds,
     SpecFile,
@@ -32,6 +33,7 @@ def ledger(
     ] = Path("sottovoce-state"),
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     allow_imports: AllowImports = False,
+    as_json: AsJson = False,
 ) -> None:
     """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
     from sottovoce_client.privacy.ledger import show_ledger
@@ -48,6 +50,7 @@ def ledger_verify(
     state: State,
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     allow_imports: AllowImports = False,
+    as_json: AsJson = False,
 ) -> None:
     """Hold everything in a state folder against everything else: checksums, chains, and every charge against its spec."""
     from sottovoce_client.privacy.ledger import verify_ledger
@@ -63,6 +66,7 @@ def ledger_repair(
         float | None,
         typer.Option(min=0.0, max=1e100, help="Charge at least this much epsilon, beside what is still known."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be stopped."""
     from sottovoce_client.privacy.ledger import repair_ledger
@@ -74,6 +78,7 @@ def ledger_repair(
 def ledger_moved(
     state: State,
     learner: Annotated[str, typer.Option(help="Whose ledger.")],
+    as_json: AsJson = False,
 ) -> None:
     """Say that this copy of a state folder is whole, and the only one that will be used from now on."""
     from sottovoce_client.privacy.ledger import own_ledger
@@ -86,6 +91,7 @@ def policy_show(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="The policy, a YAML file.", show_default="the default policy")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a policy as YAML, with what each clause says: the default one is what a learner without --policy goes by."""
     from sottovoce_client.privacy.policy import show_policy
@@ -104,6 +110,7 @@ def policy_check(
     features: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Features of a record.", show_default="those of the spec's data")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
     from sottovoce.running.policy import load_policy
@@ -134,6 +141,7 @@ def budget(
     rounds: LiveRounds = None,
     records: LiveRecords = None,
     out: Annotated[Path | None, results_of("budget")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
 
@@ -169,6 +177,7 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write the spec to.", show_default="standard output")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a spec with the noise that a privacy budget asks for."""
     from sottovoce.spec import load_spec
@@ -201,6 +210,7 @@ def tradeoff(
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions at every level.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     out: Annotated[Path | None, results_of("tradeoff")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find the privacy level at which accuracy lost and privacy gained balance best, by simulated runs.
 

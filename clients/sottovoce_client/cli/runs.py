@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     HERE,
     MOST,
     SERVED,
+    AsJson,
     Canaries,
     Coordinator,
     Export,
@@ -33,7 +35,14 @@ if TYPE_CHECKING:
 
 _RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
 """What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
-_SIMULATED = ("transcript.parquet", "decisions.parquet", "noise.parquet", "metrics.parquet", "metrics.json")
+_SIMULATED = {
+    "metrics": ("metrics.parquet", "metrics.json"),
+    "models": ("models.parquet",),
+    "decisions": ("decisions.parquet",),
+    "transcript": ("transcript.parquet",),
+    "noise": ("noise.parquet",),
+}
+"""What `simulate` can write, and the files of each."""
 
 
 @app.command(rich_help_panel="Runs")
@@ -41,12 +50,15 @@ def demo(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="vital_signs"
+            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.",
+            show_default="vital_signs",
+            autocompletion=completing.data_sets,
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
@@ -56,10 +68,12 @@ def demo(
     import yaml
 
     from sottovoce.spec import parse_spec
+    from sottovoce_client import terminal
 
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
+        terminal.tell(lambda: yaml.safe_load(text))
         return
     document = yaml.safe_load(text)
     if data is not None:
@@ -82,6 +96,7 @@ def up(
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
     keep_log: KeepLog = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce.spec import load_spec
@@ -110,6 +125,7 @@ def run(
     ] = "",
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce.spec import load_spec
@@ -154,44 +170,94 @@ def simulate(
     noise: Annotated[
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
     ] = None,
-    record_noise: Annotated[bool, typer.Option("--record-noise", help="Write the noise that was drawn.")] = False,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Measure losses, regrets and accuracy: metrics.parquet, metrics.json.")
-    ] = False,
+    write: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            autocompletion=completing.several((*_SIMULATED, "all")),
+            help="What to keep: metrics (losses, regrets, accuracy), models (the final ones), decisions (models of every round), "
+            "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
+        ),
+    ] = "metrics,models",
+    record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
+    as_json: AsJson = False,
 ) -> None:
-    """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
+    """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
+
+    How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
+    """
     from sottovoce.experiment import load
     from sottovoce.spec import dump_spec
+    from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
-    from sottovoce_client.running.simulation import simulate_to
+    from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
     experiment, asked = load(spec), formats(export)
+    kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
     _ = experiment.prepared  # before a folder is made: a spec that cannot be run leaves none
-    folder = folder_for(experiment.name, out, _SIMULATED, dump_spec(experiment.run.spec, out))
-    measured = metrics or bool(asked)
-    done = simulate_to(
-        folder, experiment, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=measured
-    )
+    require_room(out or Path(), sizes(experiment.run, replicas, kept))
+    names = [file for files in _SIMULATED.values() for file in files]
+    folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
+    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=noise)
+    left = [name for name in _SIMULATED if name not in kept]
+    more = f"; left out: {', '.join(left)} (--write)" if left else ""
+    files = [file for name in kept for file in _SIMULATED[name]]
+    print(f"{folder}: {', '.join(files)}{more}")
     if asked:
         export_results(folder, asked, {"metrics": done.metrics})
+    ran = experiment.run.spec
+    terminal.tell(
+        lambda: {
+            "folder": folder,
+            "files": files,
+            "left_out": left,
+            "rounds": ran.rounds,
+            "learners": ran.names,
+            "replicas": replicas,
+            "metrics": {} if done.curves is None else finals(done.curves),
+        }
+    )
+
+
+def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:
+    """What `--write` asks for, and other options beside it.
+
+    Raises:
+        SpecError: it is not of what there is.
+    """
+    found = {part.strip() for part in text.split(",")} - {""}
+    if (unknown := found - {*_SIMULATED, "all"}) or not found:
+        raise SpecError(
+            f"--write must be of {', '.join(_SIMULATED)} or all, got {', '.join(sorted(unknown)) or text!r}"
+        )
+    return tuple(name for name in _SIMULATED if name in found or name in more or "all" in found)
 
 
 @app.command(rich_help_panel="Runs")
 def compare(
     specs: Annotated[
-        list[Path] | None, typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
+        list[Path] | None,
+        typer.Argument(
+            metavar="SPEC...",
+            help="Run specs with the same data.",
+            show_default=False,
+            autocompletion=completing.spec_files,
+        ),
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
     out: Annotated[Path | None, results_of("compare")] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
+    from sottovoce_client import terminal
     from sottovoce_client.running.compare import compare as run_all
     from sottovoce_client.running.compare import from_files, the_field
 
@@ -199,7 +265,10 @@ def compare(
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
     folder = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"])
-    raise typer.Exit(run_all(sources, prepared_from, folder, replicas=replicas, seed=seed))
+    code = run_all(sources, prepared_from, folder, replicas=replicas, seed=seed)
+    if (folder / "compare.json").exists():  # else no spec could be run
+        terminal.tell_file(folder / "compare.json")
+    raise typer.Exit(code)
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
@@ -222,6 +291,7 @@ def _conduct(
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce.experiment import PAUSES
     from sottovoce.spec import dump_spec
+    from sottovoce_client import terminal
     from sottovoce_client.running.conduct import conduct
 
     prepared = prepared_from(spec, live=True)
@@ -233,4 +303,9 @@ def _conduct(
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))
+    code = conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching))
+    if (folder / "summary.json").exists():
+        terminal.tell_file(folder / "summary.json")
+    else:  # it was not run to an end: words say why
+        terminal.tell(lambda: {"folder": folder, "state": None})
+    raise typer.Exit(code)

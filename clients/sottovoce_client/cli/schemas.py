@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import schema_app
+from sottovoce_client.cli.app import AsJson, schema_app
 
 
 @schema_app.command("infer")
@@ -21,6 +21,7 @@ def infer(
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write the schema to.", show_default="standard output")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draft a schema from a sample that is public: bounds and categories are read off it, and everybody will see them.
 
@@ -41,6 +42,7 @@ def check(
     spec: Annotated[
         Path | None, typer.Option(help="A run spec whose loss the label must suit.", show_default=False)
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a schema says; and how many records of a file fit it, and why the others do not. Exits with 1 if any does not.
 

@@ -15,6 +15,7 @@ from sottovoce_client.cli.app import (
     MOST,
     MOST_SECONDS,
     AllowImports,
+    AsJson,
     ConfigFile,
     IdentityFolder,
     Insecure,
@@ -301,13 +302,16 @@ def eavesdropper_audit(
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
     out: Annotated[Path | None, results_of("audit")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
 
     Writes audit.json. Exits with 1 if the claim is refuted.
     """
+    from sottovoce_client import terminal
     from sottovoce_client.lab.foreign.audit import audit_foreign
 
+    folder_of_results = folder_for("audit", out, ["audit.json"])
     code = audit_foreign(
         folder,
         decoder=decoder,
@@ -315,8 +319,9 @@ def eavesdropper_audit(
         claim=math.inf if claim is None else claim,
         confidence=confidence,
         seed=seed,
-        out=folder_for("audit", out, ["audit.json"]),
+        out=folder_of_results,
     )
+    terminal.tell_file(folder_of_results / "audit.json")
     raise typer.Exit(code)
 
 

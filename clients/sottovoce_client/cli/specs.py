@@ -8,17 +8,19 @@ from typing import Annotated
 import typer
 
 from sottovoce.plain import plain
-from sottovoce_client.cli.app import SpecFile, app, installed_version, prepared_from, spec_app
+from sottovoce_client.cli import completing
+from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
 
 
 @spec_app.command("check")
-def spec_check(spec: SpecFile) -> None:
+def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     """Check a spec, its algorithm's conditions and its data, without running anything.
 
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
     from sottovoce.data.folders import data_folders
     from sottovoce.spec import load_spec
+    from sottovoce_client import terminal
 
     prepared = prepared_from(load_spec(spec), live=True)
     for finding in prepared.run.warnings:
@@ -37,14 +39,31 @@ def spec_check(spec: SpecFile) -> None:
         for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
             typer.echo(plain(line))
     typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {width}: fine")
+    run, data = prepared.run, prepared.data
+    terminal.tell(
+        lambda: {
+            "spec": spec,
+            "algorithm": run.algorithm.name,
+            "rounds": run.spec.rounds,
+            "learners": run.spec.names,
+            "features": data.n_features - run.spec.data.intercept,
+            "intercept": run.spec.data.intercept,
+            "records": None if run.spec.data.live else [len(each.labels) for each in data.learners],
+            "held_out": None if run.spec.data.live else len(data.test_labels),
+            "warnings": [{"code": each.code, "text": each.text} for each in run.warnings],
+        }
+    )
 
 
 @spec_app.command("show")
-def spec_show(spec: SpecFile) -> None:
+def spec_show(spec: SpecFile, as_json: AsJson = False) -> None:
     """Print a spec with all defaults filled in."""
     from sottovoce.spec import dump_spec, load_spec
+    from sottovoce_client import terminal
 
-    typer.echo(dump_spec(load_spec(spec)), nl=False)
+    asked = load_spec(spec)
+    typer.echo(dump_spec(asked), nl=False)
+    terminal.tell(lambda: asked.model_dump(mode="json"))
 
 
 @spec_app.command("schema")
@@ -57,7 +76,12 @@ def spec_schema_() -> None:
 
 @spec_app.command("values")
 def spec_values(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="The run specs, YAML files.", show_default=False)],
+    specs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SPEC", help="The run specs, YAML files.", show_default=False, autocompletion=completing.spec_files
+        ),
+    ],
     own: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
@@ -68,6 +92,7 @@ def spec_values(
             "--coordinator", help="This release has the coordinator, and of the learners those of --own alone."
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print values for the Helm chart: learners, who opens a stream to whom, and how runs are captured.
 
@@ -75,9 +100,12 @@ def spec_values(
     filled in about those elsewhere.
     """
     from sottovoce.spec import load_spec
+    from sottovoce_client import terminal
     from sottovoce_client.chart import as_yaml, chart_values
 
-    typer.echo(as_yaml(chart_values([load_spec(spec) for spec in specs], own or (), coordinator=coordinator)), nl=False)
+    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=coordinator)
+    typer.echo(as_yaml(values), nl=False)
+    terminal.tell(lambda: values)
 
 
 @app.command(rich_help_panel="Specs")

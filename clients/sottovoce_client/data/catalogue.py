@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -48,6 +49,18 @@ def show(folders: Sequence[Path], console: Console) -> None:
     for folder in folders:
         console.print(Text(f"{_called(folder)}: {folder}{f' (${VARIABLE})' if _called(folder) == 'yours' else ''}"))
     console.print("to get one that is not here: sottovoce data fetch NAME")
+    terminal.tell(
+        lambda: [
+            {**facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
+            for source in KNOWN.values()
+        ]
+    )
+
+
+def facts_of(source: KnownSource) -> dict[str, Any]:
+    """What is known of a data set before it is here, for programs."""
+    names = ("name", "title", "task", "records", "held_out", "features", "classes", "licence", "citation", "page")
+    return {name: getattr(source, name) for name in names}
 
 
 def _size(download: int) -> str:

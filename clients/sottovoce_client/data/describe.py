@@ -19,6 +19,7 @@ from sottovoce.data.folders import find
 from sottovoce.data.known import KNOWN, KnownSource
 from sottovoce.data.source import DataSpec
 from sottovoce_client import terminal
+from sottovoce_client.data.catalogue import facts_of
 from sottovoce_client.data.catalogue import known as named
 from sottovoce_client.data.fetch import digest_of
 
@@ -141,6 +142,7 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     path = find(source, folders) if known else Path(source)
     if known and known.originals and path is None:
         console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))
+        terminal.tell(lambda: {"source": source, "published": facts_of(known), "file": None})
         return
     table = read_source(DataSpec(source=source, label=label), folders)
     rows = [*_about(known)] if known else [("source", source)]
@@ -154,6 +156,17 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     if classes is None or len(classes) > 1:
         console.print("\nA spec that uses it:\n", style="dim")
         console.print(Text(example(source, table, label)), end="", soft_wrap=True)
+    terminal.tell(
+        lambda: {
+            "source": source,
+            "published": None if known is None else facts_of(known),
+            "file": path,
+            "records": len(table.features),
+            "held_out": 0 if table.test is None else len(table.test[1]),
+            "features": features_of(table),
+            "classes": None if classes is None else [{"label": text, "records": many} for text, many in classes],
+        }
+    )
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> Any:

@@ -70,6 +70,8 @@ async def _conducted(work: Work) -> int:
         return 130
     finally:
         print_summary(account, time.monotonic() - begun, console, failed=failed)
+        if not failed:
+            terminal.tell(lambda: facts_of(account))
         if not console.is_terminal and account.run_id:
             log.info("fed", **facts_of(account))
     return 1 if account.dropped else 0

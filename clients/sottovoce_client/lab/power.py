@@ -17,7 +17,7 @@ from sottovoce.lab.selftest.evidence import FOUND
 from sottovoce.lab.selftest.power import CONFIDENCE, LADDER, WATCHED, Power, measure
 from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
-from sottovoce_client.documents import write_json
+from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.lab.breaks import foreign, network
 from sottovoce_client.lab.breaks.foreign import FOREIGN, measure_foreign
 from sottovoce_client.lab.breaks.learners import BY_WIRETAP, ON_NETWORK
@@ -91,9 +91,9 @@ def measure_power(
     work += _serving(most, seed)
     found: list[Power] = []
     services: list[Served] = []
-    with console.status("") as status:
+    with terminal.bar(f"0 of {len(work)}") as say:
         for k, each in enumerate(side_by_side(work, backend, jobs)):
-            status.update(f"{k + 1} of {len(work)}")
+            say(f"{k + 1} of {len(work)}")
             if isinstance(each, Power):
                 found.append(each)
             else:
@@ -104,7 +104,7 @@ def measure_power(
     console.print(_summary(found, services, [*missed, *lost]))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "power.md").write_text(page(found, services, most, seed), encoding="utf-8")
+        write_text(out / "power.md", page(found, services, most, seed))
         told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
         write_json(out / "power.json", told)
         console.out(f"{out}: power.md, power.json", highlight=False)

@@ -80,9 +80,9 @@ def self_test(
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
     outcomes: list[MutantOutcome] = []
     lots: list[Alarms] = []
-    with console.status("") as status:
+    with terminal.bar(f"0 of {len(work)}") as say:
         for k, result in enumerate(side_by_side(work, backend, jobs)):
-            status.update(f"{k + 1} of {len(work)}")
+            say(f"{k + 1} of {len(work)}")
             if isinstance(result, MutantOutcome):
                 outcomes.append(result)
             else:

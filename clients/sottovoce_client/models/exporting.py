@@ -35,6 +35,8 @@ from sottovoce_rpc.specs import plan_hash
 
 FORMAT = "sottovoce-model-1"
 WRITES = (".npz", ".onnx")
+_MODELS = ("models.parquet", "decisions.parquet")
+"""What of a simulation has the final models."""
 _OPSET, _IR = 17, 8
 """What runtimes of the last years read."""
 
@@ -141,10 +143,11 @@ def of_simulation(folder: Path, learner: str | None, replica: int = 0) -> Model:
         SpecError: there is no such learner or repetition, or its model is not linear.
         DataError: the folder has no models, or its records cannot be read.
     """
-    path = folder / "decisions.parquet"
-    if not path.is_file():
+    path = next((file for name in _MODELS if (file := folder / name).is_file()), None)
+    if path is None:
         raise DataError(
-            f"{folder} must have decisions.parquet, which `sottovoce simulate` writes; a learner is asked by its address"
+            f"{folder} must have models.parquet or decisions.parquet, which `sottovoce simulate --write models` or decisions "
+            "writes; a learner is asked by its address"
         )
     spec = load_spec(folder / "spec.yaml")
     require_linear(spec)

@@ -96,8 +96,8 @@ def write(table: Table, out: Path | None) -> None:
         writer.writerow([cell_of(name) for name in table.columns])
         writer.writerows([[cell_of(cell) for cell in row] for row in table.rows()])
     elif out.suffix.lower() == ".csv":
-        with new_file(out):
-            table.to_csv(out)
+        with new_file(out) as file:
+            table.to_csv(file.name)
     else:
         with new_file(out) as file:
             parquet().write_table(table.to_arrow(), file)

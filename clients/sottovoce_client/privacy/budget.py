@@ -122,6 +122,7 @@ def budget(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
     budget_page(run, lines, question).write(folder / "budget.html")
+    terminal.tell_file(folder / "budget.json")
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
 

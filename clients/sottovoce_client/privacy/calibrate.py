@@ -47,13 +47,19 @@ def calibrate_to(
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
-    text = yaml.safe_dump(_with_algorithm(source, spec.algorithm, found, out), sort_keys=False)
+    document = _with_algorithm(source, spec.algorithm, found, out)
+    text = yaml.safe_dump(document, sort_keys=False)
     if out is None:
         print(text, end="")
-        return
-    with new_file(out) as file:
-        file.write(text.encode())
-    console.print(str(out), highlight=False)
+    else:
+        with new_file(out) as file:
+            file.write(text.encode())
+        console.print(str(out), highlight=False)
+    each = [
+        {"name": name, "epsilon": epsilon, "noise_factor": factor}
+        for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True)
+    ]
+    terminal.tell(lambda: {"out": out, "learners": each, "spec": document})
 
 
 def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated, out: Path | None) -> dict[str, Any]:

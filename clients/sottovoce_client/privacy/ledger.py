@@ -87,6 +87,18 @@ def show_ledger(
             table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
         table.add_section()
     (console or terminal.console()).print(table)
+    terminal.tell(
+        lambda: [
+            {"learner": each.learner, "run": each.run_id, "algorithm": each.algorithm}
+            | dict(zip(("threat_model", "accounting"), map(_known, _promise(each, allow_imports)), strict=True))
+            | {"messages": each.said, "epsilon": each.spent}
+            for each in lines
+        ]
+    )
+
+
+def _known(text: str) -> str | None:
+    return None if text == NOTHING else text
 
 
 def verify_ledger(
@@ -107,10 +119,13 @@ def verify_ledger(
     out, ledger = console or terminal.console(), _ledger_in(folder)
     _require(ledger, learner)
     names = ledger.learners() if learner is None else [learner]
+    found = []
     for name in names:
         runs = [*verify(folder, name, imports=allow_imports), *ledger.old(name)]
         spent = number(math.fsum(run.spent for run in runs))
         out.print(f"{name}: {count(len(runs))} runs, ε {spent} in all: nothing is lost", markup=False, highlight=False)
+        found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.spent for run in runs)})
+    terminal.tell(lambda: found)
 
 
 def repair_ledger(folder: Path, learner: str, charge: float | None, console: Console | None = None) -> None:
@@ -137,6 +152,8 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
         figures = f"charged ε {number(done.charged)}, which makes {number(done.in_all)} in all"
         text = f"{figures}; what was there is kept in {done.aside}"
     out.print(text, markup=False, highlight=False, soft_wrap=True)
+    charged = 0.0 if done.aside is None else done.charged
+    terminal.tell(lambda: {"learner": learner, "charged": charged, "epsilon": done.in_all, "kept_in": done.aside})
 
 
 def own_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
@@ -157,3 +174,4 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     (console or terminal.console()).print(
         f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True
     )
+    terminal.tell(lambda: {"learner": learner, "state": folder})

@@ -23,7 +23,9 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
     Raises:
         SpecError: it is no valid policy.
     """
-    (console or terminal.console()).out(dump_policy(load_policy(path)), end="", highlight=False)
+    policy = load_policy(path)
+    (console or terminal.console()).out(dump_policy(policy), end="", highlight=False)
+    terminal.tell(lambda: policy.model_dump(mode="json"))
 
 
 def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
@@ -53,4 +55,15 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     if told and fits:
         text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
         out.out(text, highlight=False)
+    terminal.tell(
+        lambda: {
+            "learner": run.spec.names[learner],
+            "run": run.spec.name,
+            "takes_part": fits,
+            "clauses": [
+                {"clause": each.clause, "allows": each.allows, "asks": each.asks, "fits": each.fits}
+                for each in findings
+            ],
+        }
+    )
     return fits

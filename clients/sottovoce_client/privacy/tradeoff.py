@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     console = console or terminal.console()
     measured = []
     for epsilon in trade.epsilons:
-        with console.status(f"simulating at epsilon {number(epsilon)}"):
-            measured.append(measure(prepared, epsilon, trade))
+        with terminal.bar(f"simulating at epsilon {number(epsilon)}") as say:
+            measured.append(measure(prepared, epsilon, trade, say))
         loss = with_error(measured[-1].loss, measured[-1].error)
         console.print(f"epsilon {number(epsilon)}: {_words(trade.metric)} {loss}", highlight=False)
     answer = answer_of(measured, trade)
@@ -91,17 +91,21 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
         console.print(text, highlight=False, soft_wrap=True)
     write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
     tradeoff_page(prepared.run.spec, answer, trade).write(folder / "tradeoff.html")
+    terminal.tell_file(folder / "tradeoff.json")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
 
-def measure(prepared: Prepared, epsilon: float, trade: Trade) -> Measured:
-    """Simulate with the noise of one level."""
+def measure(
+    prepared: Prepared, epsilon: float, trade: Trade, say: Callable[[str], None] = lambda what: None
+) -> Measured:
+    """Simulate with the noise of one level; `say` is told how far it is."""
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
     run = build_run(found.spec, data.n_features)
     metrics = Metrics(run, data, at=(spec.rounds,))
     for step in simulate(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.take(step)
+        say(f"simulating at epsilon {number(epsilon)}: {step.t + 1:,} of {spec.rounds:,} rounds")
     name = "accuracy" if trade.metric == _ERROR else trade.metric
     if name not in metrics.curves:
         known = [_ERROR if each == "accuracy" else each for each in metrics.curves.curves]

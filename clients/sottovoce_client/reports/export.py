@@ -13,6 +13,7 @@ from typing import Any
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.table import Table
+from sottovoce_client.documents import until_complete
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import COLOURS, Axis, Mark
 
@@ -71,7 +72,8 @@ def export(
         if each in _TABLES:
             for name, table in tables.items():
                 written.append(folder / f"{name}.{_TABLES[each]}")
-                table.to_csv(written[-1]) if each == "csv" else table.to_latex(written[-1])
+                with until_complete(written[-1]) as draft:
+                    table.to_csv(draft) if each == "csv" else table.to_latex(draft)
         else:
             for figure in figures:
                 written.append(folder / f"{figure.name}.{each}")
@@ -98,7 +100,9 @@ def _write_figure(figure: Figure, path: Path) -> None:
         if sum(bool(mark.name) for mark in figure.marks) > 1:
             axes.legend(frameon=False, fontsize=8)
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        canvas.savefig(path, dpi=_DPI, metadata=undated.get(path.suffix[1:]))
+        form = path.suffix[1:]
+        with until_complete(path) as draft:
+            canvas.savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
 
 
 def _draw(axes: Any, mark: Mark) -> None:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from sottovoce_client.documents import write_text
 from sottovoce_client.reports.marks import COLOURS
 from sottovoce_client.reports.rendering import render
 from sottovoce_client.reports.tables import Column as Column
@@ -65,4 +66,4 @@ class Page:
         Raises:
             SpecError: Jinja2 is not installed.
         """
-        path.write_text(self.html(), encoding="utf-8")
+        write_text(path, self.html())

@@ -27,7 +27,7 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
+from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark
 from sottovoce_client.reports.page import Column, Page, PageTable
@@ -127,13 +127,13 @@ def compare(
     """
     console = console or terminal.console()
     results, failures, first = [], [], None
-    for source, load in sources:
+    for k, (source, load) in enumerate(sources, 1):
         try:
             spec = load()
             first = first or spec
             _insist_on_same_records(spec.data, first.data)
-            with console.status(f"{source}: {spec.algorithm.name}"):
-                results.append(result_of(source, prepare(spec), replicas, seed))
+            with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
+                results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
@@ -154,8 +154,18 @@ def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
 
 
-def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
-    """Simulate and measure one run."""
+def _told(say: Callable[[str], None], title: str, done: int, rounds: int) -> None:
+    say(f"{title}: {done:,} of {rounds:,} rounds")
+
+
+def result_of(
+    source: str,
+    prepared: Prepared,
+    replicas: int,
+    seed: int,
+    progress: Callable[[int, int], None] = lambda done, rounds: None,
+) -> Result:
+    """Simulate and measure one run; `progress` is told how many of how many rounds are done."""
     run, data = prepared.run, prepared.data
     metrics, rounds, seconds = Metrics(run, data), simulate(run, data, SeededNoise(seed), replicas), 0.0
     while True:
@@ -165,6 +175,7 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         if step is None:
             break
         metrics.take(step)
+        progress(step.t + 1, run.spec.rounds)
     events, records = [], []
     for i, own in enumerate(data.learners):
         counts = np.diff(own.offsets)
@@ -254,7 +265,7 @@ def write_comparison(
         "failures": [{"spec": source, "error": error} for source, error in failures],
     }
     write_json(folder / "compare.json", document)
-    (folder / "compare.md").write_text(_as_markdown(results) + "\n", encoding="utf-8")
+    write_text(folder / "compare.md", _as_markdown(results) + "\n")
     compare_page(results).write(folder / "compare.html")
 
 

@@ -12,6 +12,7 @@ from sottovoce.data.folders import data_folders
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
+from sottovoce_client.documents import write_text
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
@@ -34,7 +35,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         SottovoceError: the run was refused, or a service did not start.
     """
     spec = prepared.run.spec
-    (folder / "spec.yaml").write_text(dump_spec(spec, folder), encoding="utf-8")
+    write_text(folder / "spec.yaml", dump_spec(spec, folder))
     captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
@@ -54,7 +55,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     if outcome.state != "failed" and (spec.endless or outcome.detail != BY_OPERATOR):
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
-            (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec, folder), encoding="utf-8")
+            write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
         summary.save(folder / "summary.json")
         report = folder / "report.html"

@@ -122,6 +122,7 @@ async def stop_run(
     request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
     run = await _asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
     (console or terminal.console()).print(_said(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
+    terminal.tell(lambda: _document(run))
 
 
 async def resume_run(
@@ -140,6 +141,7 @@ async def resume_run(
         console.print(_said(f"waiting for {', '.join(away)}"))
     if run.capture_error:
         console.print(_said(run.capture_error))
+    terminal.tell(lambda: _document(run))
 
 
 async def leave_run(
@@ -175,6 +177,7 @@ async def _say_since(coordinator: str, run_id: str, learner: str, console: Conso
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
             console.print(_said(away_line(Absence(**each))))
+    terminal.tell(lambda: _document(run))
 
 
 async def rebind(
@@ -190,6 +193,7 @@ async def rebind(
     (console or terminal.console()).print(
         _said(f"{learner} may join with another state folder; what it spent before is not in that")
     )
+    terminal.tell(lambda: {"learner": learner})
 
 
 async def _all(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:

@@ -1,4 +1,4 @@
-"""`sottovoce plot`: figures of what `simulate --metrics` and `sweep` wrote, a line with its band for every file or setting."""
+"""`sottovoce plot`: figures of what `simulate` and `sweep` wrote, a line with its band for every file or setting."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def read_results(path: Path) -> Table:
     """The table in a `metrics.parquet` or `sweep.parquet`, or in the folder that holds one.
 
     Raises:
-        CaptureError: it cannot be read.
+        CaptureError: it cannot be read, or the folder has none.
         SpecError: it is neither, or pyarrow is not installed.
     """
     if path.is_dir():
         found = [path / name for name in ("metrics.parquet", "sweep.parquet") if (path / name).is_file()]
-        path = found[0] if found else path
+        if not found:
+            raise CaptureError(
+                f"{path} has neither a metrics.parquet, which `sottovoce simulate --write metrics` writes, nor a sweep.parquet"
+            )
+        path = found[0]
     try:
         arrow = parquet().ParquetFile(path).read()
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
@@ -130,15 +134,17 @@ def _marks(name: str, curve: _Line, colour: str) -> Iterator[Mark]:
     yield line(x, mean, short(name, 40), colour)
 
 
-def export_results(folder: Path, asked: Sequence[str], tables: Mapping[str, Table]) -> None:
-    """Write tables and their figures in the formats that were asked for, and say where.
+def export_results(folder: Path, asked: Sequence[str], tables: Mapping[str, Table]) -> tuple[Path, ...]:
+    """Write tables and their figures in the formats that were asked for, and say where; returns the files.
 
     Raises:
         SpecError: Matplotlib is not installed.
     """
     shown = figures(tables) if set(asked) & set(FIGURES) else []
-    for path in export(folder, asked, tables, shown):
+    written = export(folder, asked, tables, shown)
+    for path in written:
         print(path)
+    return written
 
 
 def write_page(path: Path, shown: Sequence[Figure]) -> None:

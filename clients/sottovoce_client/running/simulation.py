@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,54 +14,96 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce.door import Simulation, noise_of, simulate
+from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.noise import Recorder
 from sottovoce.running.metrics import Curves
+from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
 from sottovoce.running.transcript import TranscriptWriter, parquet
 from sottovoce.spec import dump_spec
 from sottovoce.table import Table
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
-from sottovoce_client.wording import with_error
+from sottovoce_client.documents import until_complete, write_json, write_text
+from sottovoce_client.wording import size, with_error
+
+_LARGE = 10**8
+"""Bytes from which on it is said before they are written how many there will be."""
+
+
+def sizes(run: Run, replicas: int, write: Collection[str]) -> dict[str, int]:
+    """About how many bytes each of these files will have: numbers of noise do not shrink when they are compressed.
+
+    Args:
+        run: what is simulated.
+        replicas: repetitions.
+        write: of `models`, `decisions`, `transcript` and `noise`; others are small.
+    """
+    rounds, each = run.spec.rounds, 8 * run.spec.n_learners * replicas
+    said = rounds * each * sum(math.prod(shape) for shape in run.field_shapes.values())
+    decided = each * run.algorithm.dim
+    known = {"models": decided, "decisions": (rounds + 1) * decided, "transcript": said, "noise": said}
+    return {name: n_bytes for name, n_bytes in known.items() if name in write}
+
+
+def require_room(place: Path, expected: Mapping[str, int]) -> None:
+    """Say how much will be written where that is much.
+
+    Args:
+        place: the folder, which need not be there yet.
+        expected: bytes by name, as `sizes` gives them.
+
+    Raises:
+        SpecError: its disk has less room.
+    """
+    needed = sum(expected.values())
+    free = shutil.disk_usage(next(each for each in (place.absolute(), *place.absolute().parents) if each.is_dir())).free
+    each = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in expected.items())
+    if needed > free:
+        raise SpecError(
+            f"results must fit on the disk of {place}, where {size(free)} are free, and will have about {size(needed)} "
+            f"({each}): --write less, take fewer --replicas, or another --out"
+        )
+    if needed >= _LARGE:
+        terminal.say(f"about {size(needed)} will be written: {each}")
 
 
 def simulate_to(
-    folder: Path,
-    experiment: Experiment,
-    *,
-    replicas: int,
-    seed: int,
-    noise: Path | None,
-    record_noise: bool,
-    metrics: bool = False,
+    folder: Path, experiment: Experiment, *, write: Collection[str], replicas: int, seed: int, noise: Path | None
 ) -> Simulation:
-    """Simulate a run and write `spec.yaml`, `transcript.parquet`, `decisions.parquet` and, if asked, `noise.parquet`.
+    """Simulate a run and write `spec.yaml`, and a Parquet file for each name of `write`.
 
-    Decisions are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones.
-    With `metrics`, `metrics.parquet` and `metrics.json` are written, too, and the final values printed.
+    `decisions` are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones, which
+    `models` has alone. With `metrics`, there is `metrics.json`, too, and the final values are printed.
     """
     spec = experiment.run.spec
     source = noise_of(noise, seed, experiment.run)
-    recorder = Recorder(source) if record_noise else None
-    (folder / "spec.yaml").write_text(dump_spec(spec, folder), encoding="utf-8")
+    recorder = Recorder(source) if "noise" in write else None
+    write_text(folder / "spec.yaml", dump_spec(spec, folder))
     with ExitStack() as files:
 
-        def writer(name: str) -> TranscriptWriter:
+        def writer(name: str) -> TranscriptWriter | None:
+            if name not in write:
+                return None
             return files.enter_context(TranscriptWriter(folder / f"{name}.parquet", spec.name))
 
-        said, decided = writer("transcript"), writer("decisions")
-        drawn = None if recorder is None else NoiseWriter(writer("noise"), recorder)
+        said, decided, final, drawn = map(writer, ("transcript", "decisions", "models", "noise"))
+        noises = None if recorder is None or drawn is None else NoiseWriter(drawn, recorder)
+        say = files.enter_context(terminal.bar("simulating"))
 
-        def write(step: SimulatedRound) -> None:
-            for name, value in step.message.fields.items():
-                said.write(step.t, name, value)
-            decided.write(step.t, "decision", step.before)
-            if drawn is not None:
-                drawn.write(step)
+        def took(step: SimulatedRound) -> None:
+            if said is not None:
+                for name, value in step.message.fields.items():
+                    said.write(step.t, name, value)
+            if decided is not None:
+                decided.write(step.t, "decision", step.before)
+            if noises is not None:
+                noises.write(step)
+            say(f"simulating: {step.t + 1:,} of {spec.rounds:,} rounds")
 
-        done = simulate(experiment, replicas, metrics=metrics, noise=recorder or source, progress=write)
-        decided.write(spec.rounds, "decision", done.decisions)
+        done = simulate(experiment, replicas, metrics="metrics" in write, noise=recorder or source, progress=took)
+        for file in filter(None, (decided, final)):
+            file.write(spec.rounds, "decision", done.decisions)
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
     if done.curves is not None:
         write_table(done.metrics, folder / "metrics.parquet")
@@ -98,7 +143,8 @@ def write_table(table: Table, path: Path) -> None:
     Raises:
         SpecError: pyarrow is not installed.
     """
-    parquet().write_table(table.to_arrow(), path)
+    with until_complete(path) as draft:
+        parquet().write_table(table.to_arrow(), draft)
 
 
 def means(curves: Curves) -> dict[str, Any]:
@@ -108,6 +154,11 @@ def means(curves: Curves) -> dict[str, Any]:
     """
     found = {name: {"mean": curve.mean, "standard_error": curve.error} for name, curve in curves.curves.items()}
     return {"rounds": curves.rounds, "metrics": found}  # done, where it was measured
+
+
+def finals(curves: Curves) -> dict[str, Any]:
+    """The whole network's values after the last round, by name; a standard error as of `means`."""
+    return {name: {"mean": each.final, "standard_error": each.final_error} for name, each in curves.curves.items()}
 
 
 def print_metrics(curves: Curves, console: Console | None = None) -> None:

@@ -80,7 +80,9 @@ def find(place: str) -> _Found:
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
-        raise CaptureError(f"{place} has neither captures nor a transcript.parquet")
+        raise CaptureError(
+            f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes"
+        )
     return _Found(tuple(captures), tuple(simulated))
 
 
@@ -257,12 +259,23 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
             if out is not None:
                 with new_file(out) as file:
                     _write_parquet(connection.sql(sql), file)
+                terminal.tell(lambda: {"out": out})
             elif as_csv is not None:
                 _write_csv(connection.execute(sql), as_csv)
             else:
-                _show(connection.execute(sql), terminal.console(highlight=False))
+                _answer(connection.execute(sql))
         except duckdb.Error as error:
             raise SpecError(f"the query failed: {' '.join(str(error).split())[:600]}") from None
+
+
+def _answer(answer: Any) -> None:
+    """To whoever asked: people see the first rows, programs get all."""
+    if terminal.asked_for_json():
+        names, rows = [column[0] for column in answer.description], answer.fetchall()
+        plainly = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
+        terminal.print_json([dict(zip(names, row, strict=True)) for row in plainly])
+    else:
+        _show(answer, terminal.console(highlight=False))
 
 
 def _write_csv(answer: Any, to: TextIO) -> None:

@@ -152,8 +152,9 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
     """
     console = console or terminal.console(highlight=False)
     found = find(place)
+    channels, rows = [], list[tuple[Any, ...]]()
     if len(found.captures) == 1:
-        _one(found.captures[0], sender, first, console)
+        channels = _one(found.captures[0], sender, first, console)
     elif found.captures:
         _many(found.captures, console)
     if found.simulated:
@@ -164,6 +165,21 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
         for row in rows:
             table.add_row(*(Text(cell_text(cell)) for cell in row))
         console.print(table)
+    heads = ("run", "world", "field", "rounds", "learners", "replicas", "numbers")
+    terminal.tell(
+        lambda: {
+            "captures": [_document(each) for each in found.captures],
+            "channels": channels,
+            "simulated": [dict(zip(heads, row, strict=True)) for row in rows],
+        }
+    )
+
+
+def _document(capture: Capture) -> dict[str, Any]:
+    """What a capture says of itself, for programs."""
+    facts = capture.facts
+    names = ("run_id", "world", "replica", "messages", "bytes", "noticed", "noticed_count", "gaps", "not_checked")
+    return {"capture": capture.name, "complete": capture.complete, **{name: facts.get(name) for name in names}}
 
 
 def _many(captures: tuple[Capture, ...], console: Console) -> None:
@@ -190,7 +206,8 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
     console.print(f"{plural(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
 
 
-def _one(capture: Capture, sender: int | str, first: int, console: Console) -> None:
+def _one(capture: Capture, sender: int | str, first: int, console: Console) -> list[dict[str, Any]]:
+    """Show one; returns its channels, for programs."""
     names = capture.names
     index = _index(names, sender)
     picture = _look(capture, index, first)
@@ -202,6 +219,11 @@ def _one(capture: Capture, sender: int | str, first: int, console: Console) -> N
     console.print(_who_when(picture, names, "message" if capture.ciphertext is None else "record"))
     if picture.first:
         console.print(_first(picture, called(names, index)))
+    return [
+        {"from": called(names, ends[0]), "to": called(names, ends[1]), "messages": each.messages, "bytes": each.bytes}
+        | {"sizes": sorted(each.sizes), "missing_rounds": each.missing()}
+        for ends, each in sorted(picture.channels.items())
+    ]
 
 
 def _index(names: Sequence[str], sender: int | str) -> int:

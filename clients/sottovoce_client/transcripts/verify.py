@@ -190,6 +190,16 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         console.print(Text(f"nothing is signed: {nobody}", style="yellow"))
     elif not wrong:
         console.print(Text("nobody has said two things, as far as it is signed", style="green"))
+    terminal.tell(
+        lambda: {
+            "signed": signed,
+            "wrong": wrong,
+            "learners": [
+                {"name": name, "rounds_heard": words.heard, "rounds_signed": words.evidence}
+                for name, words in found.items()
+            ],
+        }
+    )
     return 1 if wrong or not signed else 0
 
 

@@ -50,9 +50,9 @@ def audit_foreign(
     """
     console = console or terminal.console()
     reader = None if decoder is None else load_decoder(decoder)
-    with console.status("reading the captures") as status:
+    with terminal.bar("reading the captures") as say:
         reading = read_runs(folder, reader, run_is)
-        done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=status.update)
+        done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=say)
     write_json(out / "audit.json", _document(done, reading, run_is, decoder, seed))
     print_verdict(
         done.verdict, Path(folder).name, _rows(done, reading, decoder), _notes(done, reading, run_is), console

@@ -213,6 +213,22 @@ def print_end(sight: Sight, console: Console) -> None:
     console.print(Text(text))
 
 
+def document(sight: Sight) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "run": sight.title,
+        "state": sight.state,
+        "rounds_watched": sight.watch.round,
+        "rounds": sight.rounds,
+        "alpha": sight.alpha,
+        "alarms": [
+            {"learner": None if each.learner is None else sight.names[each.learner], "text": sight.sentence(each)}
+            | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
+            for each in sight.alarms
+        ],
+    }
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from sottovoce_client import terminal
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.lab.watching.view import Gauges, Sight, View, print_end, view
+from sottovoce_client.lab.watching.view import Gauges, Sight, View, document, print_end, view
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
@@ -120,6 +120,7 @@ def watch(
         console.out("Nothing was watched: there was no capture yet.", highlight=False)
         return 130
     print_end(sight, console)
+    terminal.tell(lambda: document(sight))
     return 1 if sight.alarms else 130 if sight.state == "interrupted" else 0
 
 

@@ -1,0 +1,156 @@
+"""`--json`: every command that prints a result gives it to programs, too, with standard output to itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from sottovoce_client.cli import app
+
+WITHOUT = {
+    "coordinator": "a service",
+    "learner": "a service",
+    "eavesdropper": "a service",
+    "eavesdropper relay": "a service",
+    "console": "a service",
+    "spec schema": "it prints JSON, and nothing else",
+    "version": "it prints one word for programs",
+}
+"""Commands that have no `--json`, and why."""
+SPEC: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """All that can be typed."""
+    below = getattr(command, "commands", {})
+    if not below or command.invoke_without_command:
+        yield " ".join(path), command
+    for name, each in below.items():
+        yield from commands(each, (*path, name))
+
+
+def test_every_command_has_it_or_a_reason() -> None:
+    lacking = {
+        name
+        for name, command in commands(typer.main.get_command(app))
+        if not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert lacking == WITHOUT.keys()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    features = np.random.default_rng(0).normal(size=(80, 3))
+    np.savez("records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    rows = [f"{a:.3f},{b:.3f},{'yes' if a > b else 'no'}" for a, b, _ in features.tolist()]
+    Path("wards.csv").write_text("\n".join(["age,dose,ill", *rows]) + "\n", "utf-8")
+    data = {"source": "records.npz", "reuse": True}
+    Path("small.yaml").write_text(yaml.safe_dump({**SPEC, "data": data}), "utf-8")
+    return tmp_path
+
+
+def told(*words: str, code: int = 0) -> Any:
+    """What is said to a program; it can be read, and people are told elsewhere."""
+    done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+
+
+RESULTS: dict[str, tuple[str, set[str]]] = {
+    "simulate small.yaml --out o --write models,noise": ("left_out", {"folder", "files", "learners", "metrics"}),
+    "compare small.yaml --out o --replicas 2": ("results", {"folder", "failures"}),
+    "sweep small.yaml --out o --set algorithm.sigma=1,2 --seeds 2 --jobs 1": ("rows", {"folder"}),
+    "budget small.yaml --out o": ("learners", {"folder"}),
+    "calibrate small.yaml --epsilon 5": ("learners", {"out", "spec"}),
+    "tradeoff small.yaml --epsilons 5,10,20 --replicas 2 --out o": ("folder", set()),
+    "audit small.yaml --runs 30 --jobs 1 --out o": ("verdict", {"folder"}),
+    "policy show": ("epsilon_per_run", {"algorithms"}),
+    "spec check small.yaml": ("records", {"spec", "learners", "features", "warnings"}),
+    "spec show small.yaml": ("rounds", {"algorithm", "data"}),
+    "spec values small.yaml": ("learners", set()),
+    "data describe records.npz": ("records", {"features", "classes", "file"}),
+    "schema infer wards.csv --label ill": ("schema", {"out"}),
+    "doctor": ("findings", {"well"}),
+    "pki init --domain ward.example --authority a": ("authority", {"domain"}),
+    "demo --print-spec": ("algorithm", {"data"}),
+}
+
+
+@pytest.mark.parametrize("command", list(RESULTS))
+def test_a_result_is_a_document(command: str, folder: Path) -> None:
+    document, (first, others) = told(*command.split()), RESULTS[command]
+    assert {first, *others} <= document.keys()
+    assert document[first] is not None
+
+
+def test_simulate_tells_what_metrics_came_to(folder: Path) -> None:
+    document = told("simulate", "small.yaml", "--out", "o", "--replicas", "2")
+    assert document["files"] == ["metrics.parquet", "metrics.json", "models.parquet"]
+    assert document["left_out"] == ["decisions", "transcript", "noise"]
+    written = json.loads(Path("o/metrics.json").read_text("utf-8"))["metrics"]
+    assert {name: each["mean"] for name, each in document["metrics"].items()} == {
+        name: each["mean"][-1] for name, each in written.items()
+    }
+
+
+def test_what_is_written_is_what_is_told(folder: Path) -> None:
+    for command, name in (("budget small.yaml", "budget.json"), ("audit small.yaml --runs 30 --jobs 1", "audit.json")):
+        document = told(*command.split(), "--out", "o")
+        assert document.pop("folder") == "o"
+        assert document == json.loads((folder / "o" / name).read_text("utf-8"))
+
+
+def test_a_bad_result_is_told_and_its_exit_code_stays(folder: Path) -> None:
+    lines = (folder / "wards.csv").read_text("utf-8").splitlines()
+    told("schema", "infer", "wards.csv", "--label", "ill", "--out", "schema.yaml")
+    Path("other.csv").write_text("\n".join([*lines[:4], "old,1,yes"]) + "\n", "utf-8")
+    document = told("schema", "check", "schema.yaml", "other.csv", code=1)
+    assert (document["file"]["records"], document["file"]["fit"]) == (4, 3)
+    assert told("compare", "small.yaml", "none.yaml", "--out", "o", "--replicas", "2", code=1)["failures"]
+
+
+def test_an_error_leaves_standard_output_empty(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["budget", "none.yaml", "--json"])
+    assert done.exit_code != 0
+    assert done.stdout == ""
+
+
+def test_transcripts(folder: Path) -> None:
+    pytest.importorskip("duckdb")
+    told("simulate", "small.yaml", "--out", "o", "--write", "transcript")
+    (shown,) = told("transcript", "show", "o")["simulated"]
+    assert (shown["field"], shown["rounds"], shown["learners"]) == ("y", 6, 3)
+    rows = told("transcript", "query", "o", "SELECT round, sender, value FROM said ORDER BY ALL")
+    assert len(rows) == 18
+    assert rows[0].keys() == {"round", "sender", "value"}
+    assert told("transcript", "query", "o", "SELECT 1 AS one", "--out", "one.parquet") == {"out": "one.parquet"}
+
+
+def test_data_sets(folder: Path) -> None:
+    names = [each["name"] for each in told("data", "list")]
+    assert "breast_cancer" in names
+    assert told("data", "fetch", "breast_cancer") == [{"name": "breast_cancer", "path": None, "came": []}]
+
+
+def test_identities(folder: Path) -> None:
+    told("pki", "init", "--domain", "ward.example", "--authority", "a")
+    (issued,) = told("pki", "issue", "learner/north", "--authority", "a")
+    assert issued["folder"] == "identities/learner-north"
+    assert [each["identity"] for each in told("pki", "show", "a")] == ["learner/north"]
+    assert told("pki", "renew", "identities/learner-north", "--authority", "a")[0]["until"] > issued["until"][:10]
+    assert len(told("pki", "revoke", "learner/north", "--authority", "a")["revoked"]) == 2
+
+
+def test_a_policy_and_a_run(folder: Path) -> None:
+    document = told("policy", "check", "small.yaml", "--learner", "learner-0")
+    assert document["takes_part"]
+    assert {"clause", "allows", "asks", "fits"} == document["clauses"][0].keys()
