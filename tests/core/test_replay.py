@@ -16,7 +16,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running.replay import Losses, Replay, models, replay
+from sottovoce.running.replay import Losses, Replay, replay, replayed
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -83,7 +83,8 @@ def test_a_model_follows_from_records_and_what_was_overheard(name: str) -> None:
     run, data = ALGORITHMS[name].build()
     steps = list(simulate(run, data, SeededNoise(3), replicas=2))
     last = run.spec.n_learners - 1
-    found = list(models(run, Transcript.of(step.message for step in steps), last, data.learners[last]))
+    transcript = Transcript.of(step.message for step in steps)
+    found = [machine.model[0] for machine in replayed(run, transcript, last, data.learners[last])]
     if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
         assert found == []
         return
@@ -96,7 +97,7 @@ def test_a_model_is_not_known_any_more_once_something_was_not_overheard() -> Non
     data = made_up(run.spec)
     gaps = overheard(run, data, 2).fields["y"].copy()
     gaps[4, 2] = np.nan
-    assert [len(list(models(run, Transcript({"y": gaps}), i, data.learners[i]))) for i in range(4)] == [6, 4, 4, 4]
+    assert [len(list(replayed(run, Transcript({"y": gaps}), i, data.learners[i]))) for i in range(4)] == [6, 4, 4, 4]
 
 
 def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:

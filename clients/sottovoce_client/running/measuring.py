@@ -14,7 +14,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.running.publication import publication
-from sottovoce.running.replay import models
+from sottovoce.running.replay import replayed
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -63,10 +63,10 @@ def _of(run: Run, data: PlacedData, transcript: Transcript, index: int, done: in
     """None: what is known of its models ends before the last round but one."""
     looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, CURVE)))} | {done - 2}
     curve, labels, rounds = list[tuple[int, float]](), None, 0
-    for k, model in enumerate(models(run, transcript, index, data.learners[index])):
+    for k, machine in enumerate(replayed(run, transcript, index, data.learners[index])):
         rounds = k + 1
         if k in looks:
-            labels = run.loss.classify(run.loss.predict(model[0], data.test_features))
+            labels = run.loss.classify(run.loss.predict(machine.model[0, 0], data.test_features))
             curve.append((rounds, float(np.mean(labels == data.test_labels))))
     return None if labels is None or rounds < done - 1 else Measured(labels, tuple(curve))
 

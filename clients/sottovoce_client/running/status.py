@@ -292,15 +292,15 @@ def show(status: Status, console: Console | None = None) -> None:
 def _print_run(run: RunView, status: Status, console: Console, learner: str = "") -> None:
     """A run; of a learner that was asked itself, what it says of it."""
     named = f"{run.name} " if run.name else ""
-    console.print(Text.assemble((f"{named}{run.run_id}" if run.run_id else learner, "bold")))
+    console.print(Text(plain(f"{named}{run.run_id}" if run.run_id else learner), style="bold"))
     facts = terminal.facts()
     told = {
-        "told by": learner if run.run_id else "",
+        "told by": plain(learner) if run.run_id else "",
         "state": f"{_standing(run)}{f': {run.detail}' if run.detail else ''}",
         "rounds": progress_line(run, status.at) if run.run_id else "",
         "started": moment(run.started) if run.started else "",
-        "algorithm": run.algorithm,
-        "captured": "" if run.capture == "none" else run.capture,
+        "algorithm": plain(run.algorithm),
+        "captured": "" if run.capture == "none" else plain(run.capture),
         "under way": "" if learner else "\n".join(f"{each.run_id}, round {each.round}" for each in status.others),
         "all runs": _in_all(run.learners[0]) if learner else "",
     }

@@ -126,8 +126,8 @@ class Replay:
         return density if density.shape == self._shape else np.broadcast_to(density, self._shape)
 
 
-def models(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> Iterator[FloatArray]:
-    """A learner's model after each of its rounds, `(replicas, dim)`, by its records and what was overheard.
+def replayed(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> Iterator[Replay]:
+    """A learner after each of its rounds, by its records and what was overheard: `model` is its model then.
 
     It ends where that is not known any more: something was not heard, or (where rounds go on without late neighbours) whom the
     learner used in the last one. Nothing is known where noise stays in a state that no message shows.
@@ -135,7 +135,7 @@ def models(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> 
     Args:
         run: the run that was overheard.
         transcript: what all learners said.
-        learner: whose models.
+        learner: whose rounds.
         own: its records.
     """
     if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
@@ -145,7 +145,7 @@ def models(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> 
         machine.step(transcript.messages(t, learner, machine.concerned), own.batch(t))
         if not machine.known:
             return
-        yield machine.model[0]
+        yield machine
 
 
 def _overheard(message: Message) -> bool:
