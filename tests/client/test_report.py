@@ -243,6 +243,8 @@ def test_a_run_too_short_for_more_points_says_so() -> None:
     short, long = (page(replace(summary(2), progress=looks(2, 20, 0.2, n))).text for n in (3, 8))
     assert "a few times a second, and this run took" in short and "so there are few points" in short
     assert "few points" not in long
+    every_round = page(replace(summary(2, rounds=4), progress=looks(2, 4, 0.2, 5))).text
+    assert "few points" not in every_round
 
 
 def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:
