@@ -29,11 +29,12 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials
+from sottovoce_rpc.early import answered
 from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.private import open_to_others
 from sottovoce_rpc.scraping import Scraped
-from sottovoce_rpc.server import channel, reach
+from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error, handshake
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -189,9 +190,9 @@ async def _service(role: Role, address: str, credentials: Credentials) -> list[F
     what = f"{role} {address}"
     try:
         async with channel(address, role, credentials=credentials) as to:
-            await reach(to, f"the {role} at {address}", _REACH_S)
             stub: Any = health_pb2_grpc.HealthStub(to)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_REACH_S)
+            call = stub.Check(health_pb2.HealthCheckRequest(), timeout=_REACH_S)
+            answer = await answered(call, to, f"the {role} at {address}", terminal.say)
             found = [_health(what, answer.status)]
             if role is Role.COORDINATOR:
                 found += await _clock(what, to)

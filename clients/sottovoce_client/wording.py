@@ -9,7 +9,10 @@ from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 
 NOTHING = "–"
-UNASKED = "not known: learners answer only with telemetry: {predict: true} in the spec, and where their owners allow it"
+UNASKED = (
+    "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
+    "telemetry: {predict: true} in the spec, and where their owners allow it"
+)
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -74,6 +77,15 @@ def late_line(late: Lateness | None) -> str:
         return "every update used the messages of its own round"
     told = f"{share(late.share)} of the messages that updates used were of an earlier round"
     return f"{told}, by up to {plural(late.rounds, 'round')}"
+
+
+def measured_line(cost: str) -> str:
+    """How accuracies came about for which no learner was asked; empty where none did.
+
+    Args:
+        cost: of publishing them, in words.
+    """
+    return "" if not cost else f"measured here, by records and capture, and no learner was asked; to publish it: {cost}"
 
 
 def whole_line(whole: int, done: int) -> str:

@@ -50,6 +50,11 @@ class RoundClock:
         self.granted = 0
         """Rounds below this one may be run."""
 
+    @property
+    def slowest(self) -> int:
+        """Rounds that all learners have done."""
+        return self._done.least
+
     def start(self) -> int:
         """All learners are connected: the first grant."""
         return self._grant(self._window if self._free else self.granted)

@@ -146,6 +146,7 @@ class Conductor:
             text = each.in_words(book.run.spec.names[whom], status.learner)
             log.warning("misconduct", run_id=book.run_id, detail=text)
         course.heard.set()
+        course.look()
         self._judged(course)
         if not course.book.ended:
             self._grant(course)
@@ -252,3 +253,4 @@ class Conductor:
         course.closing = None if course.uncaptured else self._captures.close(course.book)
         course.over.set()
         course.heard.set()
+        course.show()

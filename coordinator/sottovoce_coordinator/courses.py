@@ -16,6 +16,7 @@ from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.looks import next_look
 from sottovoce_rpc.misconduct import noticed_of
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
@@ -37,6 +38,7 @@ class Course:
         told: rounds below this one were granted to all learners that are there.
         heard: set when something is known of a learner, or it has ended.
         over: set when it has ended.
+        shown: set, and another one in its place, when whoever watches it is to be shown it at once.
         closing: closes its capture, and says why that could not be written to its end; empty: it could.
     """
 
@@ -49,7 +51,9 @@ class Course:
     ended: datetime | None = None
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    shown: asyncio.Event = field(default_factory=asyncio.Event)
     closing: asyncio.Task[str] | None = None
+    _look: int = 0
 
     @property
     def outcome(self) -> tuple[RunState, datetime | None]:
@@ -59,6 +63,17 @@ class Course:
     def has(self, learner: str) -> bool:
         """Is a learner in it? Not one that was lost."""
         return learner in self.book.index and self.book.index[learner] not in self.book.lost
+
+    def show(self) -> None:
+        """Whoever watches it is shown it at once: it has ended, or a curve is to have a point."""
+        shown, self.shown = self.shown, asyncio.Event()
+        shown.set()
+
+    def look(self) -> None:
+        """Show it, where all learners have done a round after which a look is due."""
+        if (done := self.book.clock.slowest) >= max(self._look, 1):
+            self._look = next_look(done, len(self.book.addresses))
+            self.show()
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it stands; `whole`: with the spec, which may be long."""

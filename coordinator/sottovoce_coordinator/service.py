@@ -276,16 +276,17 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: Context
     ) -> AsyncIterator[coordinator_pb2.Run]:
-        """The run as it stands, several times a second, until it has ended."""
+        """The run as it stands, several times a second and after ever more rounds, until it has ended."""
         async with answering(context):
             run = self._courses.the(request.run_id)
             while isinstance(run, Course) and not run.book.ended:
                 if self._ending:
                     raise Unavailable("the coordinator was told to end")
+                shown = run.shown
                 yield run.view()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(WATCH_S, len(run.book.addresses) / _VIEWED)):
-                        await run.over.wait()
+                        await shown.wait()
             if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
                 await asyncio.wait([run.closing])
             yield run.view()

@@ -1,10 +1,11 @@
-"""The rounds that a learner may run, and what it reports of its own accord, because more of them hang on that. No network."""
+"""The rounds that a learner may run, and what it reports of its own accord: more of them hang on that, or a curve. No network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from sottovoce.spec import ClockSpec
+from sottovoce_rpc.looks import next_look
 
 
 class Grants:
@@ -12,14 +13,15 @@ class Grants:
 
     Args:
         clock: of the run.
+        learners: in it.
         report: reports now how far the learner is.
     """
 
-    def __init__(self, clock: ClockSpec, report: Callable[[], None]) -> None:
-        self._clock, self._report = clock, report
+    def __init__(self, clock: ClockSpec, learners: int, report: Callable[[], None]) -> None:
+        self._clock, self._learners, self._report = clock, learners, report
         self.until = 0
         """Rounds below this one may be run."""
-        self._asked = self._filled = 0
+        self._asked = self._filled = self._look = 0
 
     def extend(self, until: int, filled: int) -> None:
         """More rounds may be run; those below `filled` have their records."""
@@ -33,7 +35,10 @@ class Grants:
             self._report()
 
     def use(self, rounds: int) -> None:
-        """So many rounds are over: once per grant it is time for the next one."""
+        """So many rounds are over: once per grant it is time for the next one, and ever more seldom for a look."""
+        if rounds >= self._look:
+            self._look = next_look(rounds, self._learners)
+            self._report()
         if self._asked != self.until and 2 * (self.until - rounds) <= self._clock.window:
             self._asked = self.until
             self._report()

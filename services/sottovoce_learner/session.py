@@ -123,7 +123,10 @@ class Session:
         )
         self.hearing = Hearing(role, self.codec, self.inbox, credentials)
         self._changed = changed or asyncio.Event()
-        self.life, self.grants = Lifecycle(role, self._changed.set), Grants(spec.clock, self._changed.set)
+        self.life, self.grants = (
+            Lifecycle(role, self._changed.set),
+            Grants(spec.clock, spec.n_learners, self._changed.set),
+        )
         self.waits = Waits(spec.clock, self._unheard)
         self.ingest = Ingest(role, self._log, self.intake, self.life, self.memory.done, self._fed)
         self._room = Room(role.name, "the round waits", "the journal cannot be written", self._until_room)

@@ -125,6 +125,7 @@ COMMANDS = {
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
+    "status": "epsilon spent",
     "policy": "check",
     "policy show": "with what each clause says",
     "policy check": "Which learner of the spec",

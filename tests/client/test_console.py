@@ -294,10 +294,18 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
     unknown = summary_of(replace(learner("a"), test_accuracy=None), replace(learner("b"), test_accuracy=None))
 
     assert "telemetry: {predict: true}" in " ".join(printed(unknown).split())
+    assert "(capture: relay or mirror)" in " ".join(printed(unknown).split())
     assert "telemetry: {predict: true}" in run_page(unknown).html()
     assert "telemetry: {predict: true}" not in printed(
         summary_of(replace(learner("a"), test_accuracy=None), learner("b"))
     )
+
+
+def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
+    made = replace(summary(), measured="the model follows from messages: it costs nothing more")
+    for text in (" ".join(printed(made).split()), run_page(made).html()):
+        assert "no learner was asked; to publish it: the model follows from messages: it costs nothing more" in text
+    assert "no learner was asked" not in printed(summary())
 
 
 def test_a_refuted_claim_is_red() -> None:

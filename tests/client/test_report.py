@@ -228,10 +228,23 @@ def test_points_of_short_curves_are_marked(points: int, marked: bool) -> None:
     assert ("h0" in made.partition("</svg></svg>")[0]) == marked
 
 
+def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own() -> None:
+    curve = tuple((k, 0.5 + 0.05 * k) for k in range(1, 9))
+    silent = [replace(each, accuracy=(None,) * 2) for each in looks(2, 8, 1.0, 4)]
+    made = summary(2, progress=tuple(silent), measured="it costs nothing more")
+    measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
+    page, told = run_page(measured).html(), run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).html()
+    assert "labels rightly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
+    assert "prequential accuracy" in told and "labels rightly after a round" not in told
+    assert "No accuracy was reported" in run_page(replace(made, measured="")).html()
+
+
 def test_a_run_too_short_for_more_points_says_so() -> None:
     short, long = (page(replace(summary(2), progress=looks(2, 20, 0.2, n))).text for n in (3, 8))
     assert "a few times a second, and this run took" in short and "so there are few points" in short
     assert "few points" not in long
+    every_round = page(replace(summary(2, rounds=4), progress=looks(2, 4, 0.2, 5))).text
+    assert "few points" not in every_round
 
 
 def test_losses_that_would_lie_on_zero_are_shown_from_close_by() -> None:

@@ -27,15 +27,18 @@ from sottovoce.running.metrics import Curve, Curves
 from sottovoce.table import Table
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
-from sottovoce_client.running import known
+from sottovoce_client.running import known, status
 from sottovoce_client.running.compare import Result, _as_markdown
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
+from sottovoce_client.web.services import capture_line, course_of, look_at, run_line
+from sottovoce_client.web.view import History, run_view
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.status import as_error
-from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
+from tests.client import consoles
 from tests.client.summaries import learner, summary
 from tests.client.test_transcript import capture
 
@@ -108,8 +111,8 @@ def test_what_a_learner_says_of_itself_is_a_line() -> None:
     said = learner_pb2.LearnerStatus(
         learner=HOSTILE, run_id=HOSTILE, detail=HOSTILE, state=learner_pb2.LEARNER_STATE_FAILED
     )
-    status = LearnerStatus.from_wire(said)
-    assert (status.learner, status.run_id, status.detail, status.state) == (SHOWN, SHOWN, SHOWN, LearnerState.FAILED)
+    told = LearnerStatus.from_wire(said)
+    assert (told.learner, told.run_id, told.detail, told.state) == (SHOWN, SHOWN, SHOWN, LearnerState.FAILED)
 
 
 def a_run() -> coordinator_pb2.Run:
@@ -144,9 +147,21 @@ async def test_what_is_told_of_runs_is_text(monkeypatch: pytest.MonkeyPatch, com
     async def asked(*_: Any) -> Any:
         return coordinator_pb2.ListRunsResponse(runs=[a_run()]) if command == "list" else a_run()
 
-    monkeypatch.setattr(known, "_asked", asked)
+    monkeypatch.setattr(known, "asked", asked)
     console, out = screen()
     await COMMANDS_ON_RUNS[command](console)
+    assert SHOWN in out.getvalue() and clean(out.getvalue())
+
+
+def test_a_look_at_a_run_is_text() -> None:
+    history = History()
+    history.add(look_at(a_run(), None, 0.0))
+    plan = replace(consoles.plan(), name=HOSTILE, algorithm=HOSTILE, capture=HOSTILE)
+    run = run_view(course_of(a_run()), plan, history)
+    capture_of = capture_line(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
+    console, out = screen()
+    seen = status.Status(0.0, run, (run_line(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))
+    status.show(seen, console)
     assert SHOWN in out.getvalue() and clean(out.getvalue())
 
 

@@ -11,6 +11,7 @@ from sottovoce.errors import Rule
 from sottovoce.network.graphs import Edges
 from sottovoce.network.mixing import digest_of
 from sottovoce.running.run import build_run
+from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -357,3 +358,21 @@ def test_a_text_tells_the_first_of_many() -> None:
     held.report(status("c", RUNNING), None, [of(0, KnownBy.NAME)])
     assert held.with_misconduct("so").count(" noticed") == 3 < len(held.misconduct)
     assert held.with_misconduct("so", of=2).count(" noticed") == 1
+
+
+# ---- who watches -----------------------------------------------------------------------------------------------------
+
+
+def test_who_watches_is_shown_what_all_have_done_after_ever_more_rounds() -> None:
+    held = RunBook("r-1", small_run(rounds=100, learners=["a", "b", "c"]), 3, ADDRESSES)
+    course, shown = Course(held, datetime.now(UTC)), list[int]()
+    running(held, ready=100)
+    for done in range(1, 101):
+        for name in "abc":
+            before = course.shown
+            held.report(status(name, RUNNING, done, 100))
+            course.look()
+            if before.is_set():
+                assert name == "c" and course.shown is not before and not course.shown.is_set()
+                shown.append(done)
+    assert shown[:10] == [*range(1, 11)] and len(shown) == 32 and shown[-1] > 90

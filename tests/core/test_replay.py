@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
+from sottovoce.algorithms.interface import Message, WithHiddenNoise
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running.replay import Losses, Replay, replay
+from sottovoce.running.replay import Losses, Replay, replay, replayed
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -75,6 +75,29 @@ def test_a_replay_decides_and_says_what_the_learner_did(name: str) -> None:
         assert density is not None and np.isfinite(density).all()
         np.testing.assert_allclose(machine.decision, step.before[1:2], rtol=1e-7, atol=1e-7)
     assert machine.known and machine.t == run.spec.rounds
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_model_follows_from_records_and_what_was_overheard(name: str) -> None:
+    """After every round, of every algorithm; but for noise that stays in a state."""
+    run, data = ALGORITHMS[name].build()
+    steps = list(simulate(run, data, SeededNoise(3), replicas=2))
+    last = run.spec.n_learners - 1
+    transcript = Transcript.of(step.message for step in steps)
+    found = [machine.model[0] for machine in replayed(run, transcript, last, data.learners[last])]
+    if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
+        assert found == []
+        return
+    for model, step in zip(found, steps, strict=True):
+        np.testing.assert_allclose(model, step.after[last], rtol=1e-7, atol=1e-7)
+
+
+def test_a_model_is_not_known_any_more_once_something_was_not_overheard() -> None:
+    run = small_run(rounds=6, learners=4, topology={"graph": "path"})
+    data = made_up(run.spec)
+    gaps = overheard(run, data, 2).fields["y"].copy()
+    gaps[4, 2] = np.nan
+    assert [len(list(replayed(run, Transcript({"y": gaps}), i, data.learners[i]))) for i in range(4)] == [6, 4, 4, 4]
 
 
 def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sottovoce.noise import SystemNoise
+from sottovoce_learner.grants import Grants
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
@@ -69,3 +70,20 @@ async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: 
     fed.session.grant(Grant(5))
     assert not fed.reported  # it has told of five
     assert await fed.feed()
+
+
+@pytest.mark.parametrize(
+    ("learners", "by"),
+    [(1, [8, 18, 24, 46, 78]), (5, [8, 18, 24, 46, 78]), (64, [1, 3, 5, 26, 58]), (1000, [1, 1, 1, 4, 34])],
+)
+def test_rounds_are_reported_ever_more_seldom_however_many_learners_there_are(learners: int, by: list[int]) -> None:
+    """Enough for curves of short runs; what a round costs all learners together is bounded, and vanishes in a long run."""
+    told, done = list[int](), 0
+    grants = Grants(small_spec(2, 2, clock={"mode": "paced", "period_s": 1}).clock, learners, lambda: told.append(done))
+    grants.extend(40_000, 0)
+    for done in range(1, 20_001):
+        grants.use(done)
+    assert [sum(each <= rounds for each in told) for rounds in (8, 20, 40, 500, 20_000)] == by
+    assert told[0] == 1 and told == sorted(set(told))
+    for first in range(0, 20_000 - 100, 100):
+        assert learners * sum(first < each <= first + 100 for each in told) <= 10 * 100

@@ -126,6 +126,72 @@ def join_run(
 
 
 @app.command(rich_help_panel="Services")
+def status(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Of `sottovoce up` or `demo`, whose services are found there while it runs.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run", metavar="RUN", help="Look at this run.", show_default="the newest, if possible under way"
+        ),
+    ] = "",
+    coordinator: Annotated[
+        str | None,
+        address(
+            envvar="SOTTOVOCE_COORDINATOR",
+            help="Address of the coordinator.",
+            show_default="the one in FOLDER; 127.0.0.1:7400 where nobody else is asked",
+        ),
+    ] = None,
+    learner: Annotated[
+        list[str] | None,
+        address(help="Address of a learner of yours; repeat for several.", show_default="none"),
+    ] = None,
+    eavesdropper: Annotated[
+        str | None,
+        address(
+            envvar="SOTTOVOCE_EAVESDROPPER",
+            help="Address of an eavesdropper of yours.",
+            show_default="the one in FOLDER",
+        ),
+    ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> None:
+    """One look at what goes on: the run, its rounds and pace, who is away, behind or has stopped, epsilon spent, faults.
+
+    A coordinator and an eavesdropper answer operators, a learner its owner. What depends on records is there only where the run
+    opted in. Exits with 1 if anything is wrong, an unreachable service included. `sottovoce console` goes on looking.
+
+    Example: sottovoce status --coordinator 127.0.0.1:7400 --learner 127.0.0.1:7401
+    """
+    from sottovoce_client.running import status as looking
+    from sottovoce_client.terminal import print_json
+    from sottovoce_client.web.services import Asked, Places
+    from sottovoce_rpc.credentials import Credentials
+
+    if folder is None and not (coordinator or learner or eavesdropper):
+        coordinator = HERE
+    places = Places(coordinator or "", eavesdropper or "", identity)
+    if folder is not None:
+        places = Asked(folder, places).now()
+    who = Credentials(places.identity, insecure)
+    found = asyncio.run(looking.look(looking.Asked(places, tuple(learner or ()), run, who)))
+    if as_json:
+        print_json(looking.document(found))
+    else:
+        looking.show(found)
+    raise typer.Exit(1 if found.faults else 0)
+
+
+@app.command(rich_help_panel="Services")
 def rebind(
     learner: Learner,
     coordinator: Coordinator = HERE,

@@ -17,10 +17,11 @@ from sottovoce.losses.softmax import Softmax
 from sottovoce.running.publication import Publication, publication
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.live.sending import At
 from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.early import answered
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.server import reach
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
@@ -133,13 +134,14 @@ async def as_owner(at: At, *, imports: bool = False) -> AsyncIterator[Owner]:
         SottovoceError: it does not answer, not to this caller, or is in no run.
     """
     async with at.channel() as to:
-        await reach(to, f"the learner at {at.address}", _REACH_S)
         stub = learner_pb2_grpc.LearnerStub(to)
-        status = await _status(at, stub)
+        first = stub.Status(learner_pb2.StatusRequest(), timeout=_REACH_S)
+        told = await _asked(at, answered(first, to, f"the learner at {at.address}", terminal.say))
+        status = LearnerStatus.from_wire(told.status)
         if at.name and status.learner != at.name:
             raise NotReady(f"at {at.address} is the learner {status.learner!r}, not {at.name!r}")
-        told = await _asked(at, stub.Intake(learner_pb2.IntakeRequest(source=SOURCE), timeout=_CALL_S))
-        yield Owner(at, stub, told, status, imports=imports)
+        run = await _asked(at, stub.Intake(learner_pb2.IntakeRequest(source=SOURCE), timeout=_CALL_S))
+        yield Owner(at, stub, run, status, imports=imports)
 
 
 async def _status(at: At, stub: Any) -> LearnerStatus:

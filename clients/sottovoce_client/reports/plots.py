@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -66,19 +66,34 @@ def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Floa
 
 
 def _learning(summary: RunSummary) -> Figure:
-    """Prequential accuracy over rounds, and the non-private model's accuracy beside it; nothing where none is known."""
-    title = "How they learned"
-    view = View("", rounds_across(low=0.0), Axis("prequential accuracy", form="share"))
-    known = np.array([[math.nan if a is None else a for a in look.accuracy] for look in summary.progress])
-    if not np.isfinite(known).any():
+    """Accuracy over rounds, and the non-private model's beside it; nothing where none is known.
+
+    That is learners' own, of records before they are learned, where they told it; else on held-out records, as measured here.
+    """
+    title, told = "How they learned", summary.accuracy_told
+    view = View("", rounds_across(low=0.0), Axis("prequential accuracy" if told else "test accuracy", form="share"))
+    if not told and not any(each.test_curve for each in summary.learners):
         return Figure("learning", title, (), (view,))
-    rounds = np.array([look.rounds for look in summary.progress], dtype=float)
-    kept = thinned(len(summary.progress))
-    points = [(rounds[kept, i], known[kept, i]) for i in range(len(summary.learners))]
+    points = list(_told(summary)) if told else [_curve(each.test_curve) for each in summary.learners]
     marks = _learner_lines([each.name for each in summary.learners], points)
     if summary.central_accuracy is not None:
-        marks.append(_level(summary.central_accuracy, float(rounds.max()), "centralised, not private (test)"))
+        last = max(float(x.max(initial=0.0)) for x, _ in points)
+        marks.append(_level(summary.central_accuracy, last, "centralised, not private (test)"))
     return Figure("learning", title, marks, (view,), height=330)
+
+
+def _told(summary: RunSummary) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """What each learner told of its accuracy."""
+    kept = thinned(len(summary.progress))
+    looks = [summary.progress[k] for k in kept]
+    for i in range(len(summary.learners)):
+        known = [math.nan if (told := look.accuracy[i]) is None else told for look in looks]
+        yield as_floats([look.rounds[i] for look in looks]), as_floats(known)
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> tuple[FloatArray, FloatArray]:
+    pairs = np.array(points, dtype=float).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _level(value: float, last: float, name: str) -> Mark:

@@ -11,7 +11,17 @@ from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
-from sottovoce_client.wording import UNASKED, count, late_line, noticed_line, number, share, size, whole_line
+from sottovoce_client.wording import (
+    UNASKED,
+    count,
+    late_line,
+    measured_line,
+    noticed_line,
+    number,
+    share,
+    size,
+    whole_line,
+)
 
 _MOST_NOTICED = 20
 _FEW_LOOKS = 8
@@ -51,6 +61,7 @@ def run_page(summary: RunSummary) -> Page:
         "verdict": verdict_of(summary),
         "worst": telling(summary),
         "unasked": UNASKED,
+        "measured": measured_line(summary.measured),
         "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,
         "few_looks": _FEW_LOOKS,

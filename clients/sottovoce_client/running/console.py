@@ -25,6 +25,7 @@ from sottovoce_client.wording import (
     count,
     duration,
     late_line,
+    measured_line,
     noticed_line,
     number,
     planned,
@@ -307,11 +308,9 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
             Text(f"{plural(waiting, 'record')} waited when the run ended: nobody learned them", style="yellow"),
         )
     if not summary.live:
-        asked = any(learner.test_accuracy is not None for learner in summary.learners)
-        yield (
-            "accuracy",
-            Text(accuracies + (disagree if summary.disagreement is not None else "") if asked else UNASKED),
-        )
+        known = any(learner.test_accuracy is not None for learner in summary.learners)
+        found = accuracies + (disagree if summary.disagreement is not None else "") if known else UNASKED
+        yield "accuracy", Text("\n".join(filter(None, [found, measured_line(summary.measured)])))
     if summary.away:
         yield "away", Text("\n".join(summary.away))
     if summary.misconduct:

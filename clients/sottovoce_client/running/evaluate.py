@@ -6,7 +6,7 @@ import datetime
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
 from sottovoce_client.running.kept import learned_by
+from sottovoce_client.running.measuring import cost, measure
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
@@ -49,11 +50,17 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     transcript, capture = _overheard(run, outcome)
     took_part = [run.attendance(i).end > 0 for i in range(run.spec.n_learners)]
     predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
+    measured = measure(run, data, outcome.statuses, transcript, [labels is None for labels in predictions])
+    for index, model in measured.items():
+        predictions[index] = model.labels
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
     known: Prepared | None = Prepared(run, data)
     if run.spec.data.live:
         known = None if logs is None or transcript is None else learned_by(logs, run, data, outcome.run_id)
     learners = tuple(_learner(run, known, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
+    learners = tuple(
+        replace(each, test_curve=measured[i].curve) if i in measured else each for i, each in enumerate(learners)
+    )
     return RunSummary(
         name=run.spec.name,
         run_id=outcome.run_id,
@@ -84,6 +91,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         not_captured=tuple(not_captured(outcome)),
         misconduct=outcome.misconduct,
         tapped=_tapped(outcome),
+        measured=cost(run, outcome.statuses, measured),
     )
 
 

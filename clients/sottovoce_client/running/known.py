@@ -38,7 +38,7 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
         SottovoceError: the coordinator cannot be reached.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
-    for run in await _all(coordinator, credentials):
+    for run in await all_runs(coordinator, credentials):
         table.add_row(_said(run.run_id), _state(run), _started(run), _took(run), count(_rounds(run)), _said(run.detail))
     (console or terminal.console()).print(table if table.row_count else "no runs")
 
@@ -53,8 +53,8 @@ async def run_documents(
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
     if run_id:
-        return [_document(await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S)))]
-    return [_document(run) for run in await _all(coordinator, credentials)]
+        return [_document(await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S)))]
+    return [_document(run) for run in await all_runs(coordinator, credentials)]
 
 
 def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
@@ -89,7 +89,7 @@ async def show_run(
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
     console, facts = console or terminal.console(), terminal.facts()
     planned = json.loads(run.spec)["rounds"]
     told = {
@@ -120,7 +120,7 @@ async def stop_run(
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
-    run = await _asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
+    run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
     (console or terminal.console()).print(_said(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
     terminal.tell(lambda: _document(run))
 
@@ -134,7 +134,7 @@ async def resume_run(
         SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
-    run = await _asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
+    run = await asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
     console = console or terminal.console()
     console.print(_said(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
@@ -153,7 +153,7 @@ async def leave_run(
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
-    await _asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
+    await asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
     await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
 
 
@@ -166,14 +166,14 @@ async def join_run(
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
-    await _asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
+    await asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
     await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
 
 
 async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
     """In which rounds a learner is away, as the run is now."""
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
             console.print(_said(away_line(Absence(**each))))
@@ -189,29 +189,39 @@ async def rebind(
         SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.RebindLearnerRequest(learner=learner)
-    await _asked(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
+    await asked(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
     (console or terminal.console()).print(
         _said(f"{learner} may join with another state folder; what it spent before is not in that")
     )
     terminal.tell(lambda: {"learner": learner})
 
 
-async def _all(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
+async def all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
+    """The runs that a coordinator remembers, the newest first.
+
+    Raises:
+        SottovoceError: it cannot be reached.
+    """
     runs: list[coordinator_pb2.Run] = []
     request = coordinator_pb2.ListRunsRequest()
     while True:
-        page = await _asked(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_S))
+        page = await asked(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_S))
         runs += page.runs
         if not page.next_page_token:
             return runs
         request.page_token = page.next_page_token
 
 
-async def _asked(
+async def asked(
     coordinator: str,
     credentials: Credentials,
     ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], grpc.aio.UnaryUnaryCall[Any, T]],
 ) -> T:
+    """What a coordinator answers to a call; if it is long in coming, it is said what is waited for.
+
+    Raises:
+        SottovoceError: it refuses, or cannot be reached.
+    """
     async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         who = f"the coordinator at {coordinator}"
         try:

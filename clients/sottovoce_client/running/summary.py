@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class LearnerSummary:
         most_uses: in how many rounds the most used of them was learned.
         rounds: rounds done.
         left: whether it left, or was lost, before the last round.
-        test_accuracy: on the held-out records; None where it could not be asked.
+        test_accuracy: on the held-out records; None where it is not known.
         prequential_accuracy: on its own records, each predicted before it was learned.
         messages, bytes: said.
         spent: epsilon charged by the learner itself.
@@ -78,6 +79,7 @@ class LearnerSummary:
         infinite_horizon: bound on `event` over infinitely many rounds; may be infinite.
         paper_curve, event_curve, record_curve: the same after every round.
         waiting: live records that waited when the run ended, and were learned by none.
+        test_curve: rounds, and the accuracy on the held-out records after them, where it was measured here.
         swap_event, swap_record: the record that is learned first, swapped for the worst one in its first use, and in all
             its uses; None without a capture.
     """
@@ -103,6 +105,7 @@ class LearnerSummary:
     swap_record: Swap | None = None
     left: bool = False
     waiting: int = 0
+    test_curve: tuple[tuple[int, float], ...] = ()
 
     def swap(self, level: str) -> Swap | None:
         """Its swap at this level: `event` or `record`."""
@@ -210,6 +213,8 @@ class RunSummary:
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
         not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
         tapped: what a wiretap noted; None without one, or where its capture cannot be read.
+        measured: what it costs to publish accuracies that were measured here, of models that no learner was asked for; empty:
+            none was.
     """
 
     name: str
@@ -239,11 +244,17 @@ class RunSummary:
     not_captured: tuple[str, ...] = ()
     misconduct: tuple[str, ...] = ()
     tapped: Tapped | None = None
+    measured: str = ""
 
     @property
     def live(self) -> bool:
         """Whether its records came while it went on: they are with its learners, and nobody else has them."""
         return self.data == "live"
+
+    @property
+    def accuracy_told(self) -> bool:
+        """Whether learners told, while it went on, how right they were on their own records."""
+        return any(told is not None and math.isfinite(told) for look in self.progress for told in look.accuracy)
 
     @property
     def rounds_done(self) -> int:

@@ -25,6 +25,7 @@ from sottovoce_client.web.view import (
     RunLine,
     RunView,
     WatchView,
+    newest,
     run_view,
 )
 from sottovoce_client.web.watching import read_watch
@@ -135,7 +136,7 @@ class Gathering:
         await self._every(_FILES_S, "files", self._look_through)
         if self._asked.watch:
             await self._every(2 * LOOK_S, "watch", self._watch)
-        looked = {wanted: wanted or self._newest() for wanted in tuple(self._lookers)}
+        looked = {wanted: wanted or newest(self._runs) for wanted in tuple(self._lookers)}
         for run_id in set(looked.values()) - {""} if self._services is not None else ():
             await self._try(f"run {run_id}", self._ask(run_id))
         asked = {f"run {run_id}" for run_id in looked.values()}
@@ -203,11 +204,6 @@ class Gathering:
         seen.view = run_view(course_of(told), seen.plan, seen.history)
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
-
-    def _newest(self) -> str:
-        """The run to look at where nobody says which: under way before others, then the newest."""
-        under_way = [each.run_id for each in self._runs if each.ended is None]
-        return next(iter([*under_way, *(each.run_id for each in self._runs)]), "")
 
     def _page(self, run_id: str) -> Page:
         shown = self._known[run_id].view if run_id in self._known else None

@@ -61,7 +61,7 @@ def plan_of(spec: str) -> Plan:
     try:
         return _plan(document)
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise SpecError("the run's spec is of a version that this console cannot read") from None
+        raise SpecError("the run's spec is of a version that this one cannot read") from None
 
 
 def _plan(document: Any) -> Plan:

@@ -249,6 +249,16 @@ class History:
         return tuple(max(0.0, round((b.round - a.round) / (b.at - a.at), 3)) for a, b in pairs if b.at > a.at)
 
 
+def newest(runs: Sequence[RunLine]) -> str:
+    """The run to look at where nobody says which: under way before others, then the newest; empty: there is none.
+
+    Args:
+        runs: the newest first.
+    """
+    under_way = [each.run_id for each in runs if each.ended is None]
+    return next(iter([*under_way, *(each.run_id for each in runs)]), "")
+
+
 def run_view(course: Course, plan: Plan, history: History) -> RunView:
     """A run, of what its coordinator said now and before."""
     now, before = history.looks[-1], history.before(max(WINDOW_S, FEW_ROUNDS * (plan.period_s or 0.0)))

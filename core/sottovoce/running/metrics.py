@@ -45,8 +45,17 @@ _TOLERANCE = 1e-9
 
 
 def checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
-    """At most so many numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`."""
-    return np.unique(np.rint(np.geomspace(1, rounds, most)).astype(np.int64))
+    """Numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
+
+    At most so many, and at least four fifths of that where there are so many rounds: of those that fall on one another, there
+    are more in a short run.
+    """
+    if rounds <= most:
+        return np.arange(1, rounds + 1)
+    tried = most
+    while len(found := np.unique(np.rint(np.geomspace(1, rounds, tried)).astype(np.int64))) < 4 * most // 5:
+        tried += 1
+    return found
 
 
 # ---- weighted losses, and their minimisers ---------------------------------------------------------------------------

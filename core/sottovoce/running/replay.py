@@ -8,13 +8,13 @@ the density of every message it said. The privacy loss of the transcript is the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, stack
 from sottovoce.errors import CaptureError
@@ -70,6 +70,12 @@ class Replay:
         # One that follows from messages alone is made once, for all worlds.
         return np.broadcast_to(decision, (*self._shape, decision.shape[-1]))
 
+    @property
+    def model(self) -> FloatArray:
+        """`(worlds, replicas, dim)`: the model after the last step."""
+        decision = self.run.algorithm.decision(self._state)
+        return np.broadcast_to(decision, (*self._shape, decision.shape[-1]))
+
     def says(self, noise: Noise) -> Message:
         """What it would say now with this noise; fields `(worlds, replicas, dim)`."""
         _, message = self.run.algorithm.speak(self._state, noise)
@@ -118,6 +124,28 @@ class Replay:
     def _by_world(self, density: FloatArray) -> FloatArray:
         """Equal worlds may share one row."""
         return density if density.shape == self._shape else np.broadcast_to(density, self._shape)
+
+
+def replayed(run: Run, transcript: Transcript, learner: int, own: LearnerData) -> Iterator[Replay]:
+    """A learner after each of its rounds, by its records and what was overheard: `model` is its model then.
+
+    It ends where that is not known any more: something was not heard, or (where rounds go on without late neighbours) whom the
+    learner used in the last one. Nothing is known where noise stays in a state that no message shows.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what all learners said.
+        learner: whose rounds.
+        own: its records.
+    """
+    if isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise:
+        return
+    machine = Replay(run, learner, transcript.replicas)
+    for t in range(min(transcript.rounds, run.attendance(learner).end)):
+        machine.step(transcript.messages(t, learner, machine.concerned), own.batch(t))
+        if not machine.known:
+            return
+        yield machine
 
 
 def _overheard(message: Message) -> bool:

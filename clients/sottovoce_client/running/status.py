@@ -1,0 +1,394 @@
+"""`sottovoce status`: one look at what goes on, for an operator: at a coordinator's runs, at learners, at an eavesdropper."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.errors import NotReady, SottovoceError, StrangerError
+from sottovoce.plain import plain
+from sottovoce_client import terminal
+from sottovoce_client.running import known
+from sottovoce_client.web.plans import Plan, plan_of
+from sottovoce_client.web.services import Places, capture_line, course_of, look_at, run_line
+from sottovoce_client.web.view import (
+    CaptureLine,
+    Course,
+    History,
+    LearnerView,
+    Look,
+    RunLine,
+    RunView,
+    newest,
+    run_view,
+)
+from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.early import answered
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc, learner_pb2, learner_pb2_grpc
+
+APART_S = 1.0
+"""Between two looks at what goes on: rounds a second are those of this while."""
+MOST_ROWS, MOST_CAPTURES = 40, 5
+"""Learners and captures that are shown."""
+_WELL = ("running", "connecting", "finished")
+_WRONG = ("running", "connecting", "failed", "budget exhausted")
+"""States in which what a learner says of itself may be a fault; others are over, or have not begun."""
+_UNHEARD = {"unspecified": "joined", "idle": "in no run"}
+"""How a learner stands of whose state nothing is known."""
+_NO_RUN = Plan("", None, "", (), (), "none", "free", None, live=False)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is looked at.
+
+    Attributes:
+        places: of coordinator and eavesdropper; what is empty is not asked.
+        learners: addresses of learners, which their owners ask.
+        run: to look at; empty: the newest, one under way before others.
+        credentials: of whoever asks.
+    """
+
+    places: Places = field(default_factory=Places)
+    learners: tuple[str, ...] = ()
+    run: str = ""
+    credentials: Credentials = field(default_factory=Credentials)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How everything stands.
+
+    Attributes:
+        at: Unix time.
+        run: as its coordinator tells; None: it has none, or was not asked.
+        others: also under way.
+        learners: the run of each learner that was asked, with that learner alone, by address.
+        captures: of the eavesdropper, the newest first.
+        problems: who does not answer.
+    """
+
+    at: float
+    run: RunView | None = None
+    others: tuple[RunLine, ...] = ()
+    learners: tuple[tuple[str, RunView], ...] = ()
+    captures: tuple[CaptureLine, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What an operator should look at: of what goes on, or failed; and who does not answer."""
+        seen = [each for _, each in self.learners if each.state in _WRONG]
+        if self.run is not None and (self.run.ended is None or self.run.state == "failed"):
+            seen.insert(0, self.run)
+        broken = [
+            f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
+        ]
+        told = [line for view in seen for line in faults_of(view)]
+        return tuple(dict.fromkeys([*self.problems, *told, *broken]))
+
+
+def faults_of(run: RunView) -> Iterator[str]:
+    """What is wrong with a run, a line on each."""
+    if run.state == "failed" and run.ended is not None:
+        yield f"the run failed: {run.detail or 'nobody says why'}"
+    yield from run.notices
+    for each in run.learners:
+        if each.state == "away" and each.away_since is not None:
+            yield f"{each.name} is away since {moment(each.away_since)}, after round {each.rounds}"
+        elif each.state not in (*_WELL, *_UNHEARD, "away") and run.ended is None:
+            yield f"{each.name} is {each.state}" if each.state == "lost" else f"{each.name}: {each.state}"
+        yield from (f"{each.name}: {notice}" for notice in each.notices)
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+async def look(asked: Asked) -> Status:
+    """Ask everybody at the same time; who does not answer is a problem, and hides nobody else."""
+    problems: list[str] = []
+
+    async def tried(work: Awaitable[T]) -> T | None:
+        try:
+            return await work
+        except SottovoceError as error:
+            problems.append(plain(str(error)))
+            return None
+
+    places = asked.places
+    ran, captures, learners = await asyncio.gather(
+        tried(_run(asked)) if places.coordinator else _nothing(),
+        tried(_captures(asked)) if places.eavesdropper else _nothing(),
+        asyncio.gather(*(tried(_learner(address, asked.credentials)) for address in asked.learners)),
+    )
+    run, others = ran or (None, ())
+    found = tuple((at, each) for at, each in zip(asked.learners, learners, strict=True) if each is not None)
+    return Status(time.time(), run, others, found, captures or (), tuple(problems))
+
+
+async def _nothing() -> None:
+    """Nobody to ask."""
+
+
+async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
+    """A run as its coordinator tells, and which others are under way."""
+    at, who = asked.places.coordinator, asked.credentials
+    lines = tuple(map(run_line, await known.all_runs(at, who)))
+    run_id = asked.run or newest(lines)
+    if not run_id:
+        return None, ()
+
+    async def told() -> coordinator_pb2.Run:
+        request = coordinator_pb2.GetRunRequest(run_id=run_id)
+        return await known.asked(at, who, lambda stub: stub.GetRun(request, timeout=known.CALL_S))
+
+    run, history = await told(), History()
+    plan = plan_of(run.spec)
+    history.add(look_at(run, None, time.monotonic()))
+    if run.state == coordinator_pb2.RUN_STATE_RUNNING:
+        await asyncio.sleep(APART_S)
+        run = await told()
+        history.add(look_at(run, None, time.monotonic()))
+    others = tuple(each for each in lines if each.ended is None and each.run_id != run_id)
+    return run_view(course_of(run), plan, history), others
+
+
+async def _learner(address: str, credentials: Credentials) -> RunView:
+    """The run that a learner is in, as it tells its owner."""
+    async with channel(address, Role.LEARNER, credentials=credentials) as to:
+        stub, who = learner_pb2_grpc.LearnerStub(to), f"the learner at {address}"
+
+        async def told() -> LearnerStatus:
+            call = stub.Status(learner_pb2.StatusRequest(), timeout=known.CALL_S)
+            return LearnerStatus.from_wire((await answered(call, to, who, terminal.say)).status)
+
+        try:
+            now, plan, history = await told(), _NO_RUN, History()
+            if now.run_id:
+                plan = await _planned(stub, who)
+            history.add(Look(time.monotonic(), (now,), (address,)))
+            if now.state is LearnerState.RUNNING:
+                await asyncio.sleep(APART_S)
+                now = await told()
+                history.add(Look(time.monotonic(), (now,), (address,)))
+        except grpc.aio.AioRpcError as error:
+            raise as_error(error, who) from None
+    # When the run began it does not tell.
+    course = Course(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
+    return run_view(course, plan, history)
+
+
+async def _planned(stub: Any, who: str) -> Plan:
+    """What a learner is in, whose owner asks; an operator may know how far it is, and no more."""
+    request = learner_pb2.IntakeRequest(source="status")  # under which nobody brings records
+    try:
+        return replace(plan_of((await stub.Intake(request, timeout=known.CALL_S)).spec), ways=())
+    except grpc.aio.AioRpcError as error:
+        if not isinstance(refusal := as_error(error, who), StrangerError | NotReady):
+            raise refusal from None
+        return _NO_RUN
+
+
+async def _captures(asked: Asked) -> tuple[CaptureLine, ...]:
+    """The newest captures of an eavesdropper; of one run, where one is asked for."""
+    at = asked.places.eavesdropper
+    async with channel(at, Role.EAVESDROPPER, credentials=asked.credentials) as to:
+        who = f"the eavesdropper at {at}"
+        request = eavesdropper_pb2.ListCapturesRequest(run_id=asked.run, page_size=MOST_CAPTURES)
+        try:
+            call = eavesdropper_pb2_grpc.EavesdropperStub(to).ListCaptures(request, timeout=known.CALL_S)
+            return tuple(map(capture_line, (await answered(call, to, who, terminal.say)).captures))
+        except grpc.aio.AioRpcError as error:
+            raise as_error(error, who) from None
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+
+def document(status: Status) -> dict[str, Any]:
+    """For programs, in the words of `runs show --json`."""
+    return {
+        "at": _date(status.at),
+        "run": None if status.run is None else _run_document(status.run, status.at),
+        "under_way": [{"run": each.run_id, "state": each.state, "rounds_done": each.round} for each in status.others],
+        "learners": [_run_document(run, status.at) for _, run in status.learners],
+        "captures": status.captures,
+        "faults": status.faults,
+    }
+
+
+def _run_document(run: RunView, now: float) -> dict[str, Any]:
+    ahead = max((each.rounds for each in run.learners), default=0)
+    return {
+        "run": run.run_id or None,
+        "name": run.name or None,
+        "algorithm": run.algorithm or None,
+        "state": run.state,
+        "detail": run.detail,
+        "started": _date(run.started) if run.started else None,
+        "ended": None if run.ended is None else _date(run.ended),
+        "rounds": run.rounds,
+        "rounds_done": run.round,
+        "rounds_per_second": run.rate,
+        "rounds_per_second_so_far": mean_rate(run, now),
+        "seconds_left": seconds_left(run, now),
+        "capture": run.capture,
+        "learners": [
+            {
+                "name": each.name,
+                "address": each.address,
+                "state": _standing(each),
+                "rounds_done": each.rounds,
+                "rounds_behind": ahead - each.rounds,
+                "epsilon": each.epsilon,
+                "epsilon_limit": each.limit,
+                "epsilon_elsewhere": each.elsewhere,
+                "records": each.records,
+                "records_waiting": each.waiting,
+                "accuracy": each.accuracy,
+                "away_since": None if each.away_since is None else _date(each.away_since),
+            }
+            for each in run.learners
+        ],
+    }
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(status: Status, console: Console | None = None) -> None:
+    """Print it."""
+    console = console or terminal.console()
+    if status.run is not None:
+        _print_run(status.run, status, console)
+    for at, run in status.learners:
+        _print_run(run, status, console, at)
+    if status.captures:
+        console.print(_captures_table(status.captures))
+    if status.run is None and not status.learners and not status.captures and not status.problems:
+        console.print("no run: whoever starts one (sottovoce run SPEC) is told which learners it waits for")
+    facts = terminal.facts()
+    for line in status.faults:
+        facts.add_row(Text("fault", style="bold red"), line)
+    console.print(facts if status.faults else "nothing is wrong")
+
+
+def _print_run(run: RunView, status: Status, console: Console, learner: str = "") -> None:
+    """A run; of a learner that was asked itself, what it says of it."""
+    named = f"{run.name} " if run.name else ""
+    console.print(Text(plain(f"{named}{run.run_id}" if run.run_id else learner), style="bold"))
+    facts = terminal.facts()
+    told = {
+        "told by": plain(learner) if run.run_id else "",
+        "state": f"{_standing(run)}{f': {run.detail}' if run.detail else ''}",
+        "rounds": progress_line(run, status.at) if run.run_id else "",
+        "started": moment(run.started) if run.started else "",
+        "algorithm": plain(run.algorithm),
+        "captured": "" if run.capture == "none" else plain(run.capture),
+        "under way": "" if learner else "\n".join(f"{each.run_id}, round {each.round}" for each in status.others),
+        "all runs": _in_all(run.learners[0]) if learner else "",
+    }
+    for name, text in told.items():
+        if text:
+            facts.add_row(name, text)
+    console.print(facts)
+    console.print(_learners_table(run))
+
+
+def progress_line(run: RunView, now: float) -> str:
+    """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
+    parts = [reached_of(run.round, run.rounds)]
+    mean = mean_rate(run, now)
+    if run.ended is not None or run.state != "running":
+        return parts[0]
+    so_far = f" ({number(mean, 3)} so far)" if mean is not None else ""
+    parts.append(f"{number(run.rate, 3)} rounds/s{so_far}")
+    if (left := seconds_left(run, now)) is not None:
+        parts.append(f"about {duration(left)} left")
+    return ", ".join(parts)
+
+
+def mean_rate(run: RunView, now: float) -> float | None:
+    """Rounds a second since it was started; None: that is not known."""
+    seconds = (now if run.ended is None else run.ended) - run.started
+    return run.round / seconds if run.started and seconds > 0 else None
+
+
+def seconds_left(run: RunView, now: float) -> float | None:
+    """At the pace of now; where no round fell into this while, at that since the start. None: that is not known."""
+    pace = run.rate or mean_rate(run, now)
+    if run.rounds is None or run.state != "running" or not pace:
+        return None
+    return float(f"{max(0, run.rounds - run.round) / pace:.2g}")
+
+
+def _learners_table(run: RunView) -> Table:
+    """Those in trouble first, where not all are shown."""
+    own = any(each.accuracy is not None for each in run.learners)
+    table = terminal.table("learner", "state")
+    for head in ("round", "behind", "ε spent", "ε limit", "records", "waiting", *(["accuracy"] if own else [])):
+        table.add_column(head, justify="right")
+    ahead, rows = max((each.rounds for each in run.learners), default=0), run.learners
+    if len(rows) > MOST_ROWS:
+        rows = tuple(sorted(rows, key=lambda each: (_standing(each) in _WELL and not each.notices, each.rounds)))
+    for each in rows[:MOST_ROWS]:
+        cells = [count(each.rounds), count(ahead - each.rounds) if each.rounds < ahead else NOTHING]
+        cells += [number(each.epsilon), "none" if each.limit is None else number(each.limit)]
+        cells += [count(each.records), count(each.waiting)]
+        style = "" if _standing(each) in _WELL else "yellow"
+        table.add_row(
+            Text(plain(each.name)),
+            Text(_standing(each), style=style),
+            *cells,
+            *([share(each.accuracy)] if own else []),
+        )
+    if len(rows) > MOST_ROWS:
+        table.add_row(f"… {count(len(rows) - MOST_ROWS)} more", style="dim")
+    return table
+
+
+def _captures_table(captures: Sequence[CaptureLine]) -> Table:
+    table = terminal.table("capture", "run", "state")
+    for head in ("messages", "bytes"):
+        table.add_column(head, justify="right")
+    for each in captures:
+        table.add_row(Text(each.name), Text(each.run_id), Text(each.state), count(each.messages), size(each.bytes))
+    return table
+
+
+def _standing(of: LearnerView | RunView) -> str:
+    """In a word."""
+    if isinstance(of, LearnerView) and of.state == "unspecified" and not of.address:
+        return "not joined"
+    return _UNHEARD.get(of.state, of.state)
+
+
+def _in_all(learner: LearnerView) -> str:
+    """What a learner has spent in all its runs, for its owner."""
+    limit = "no limit" if learner.own_limit is None else f"of {number(learner.own_limit)}"
+    return f"ε {number(learner.elsewhere + learner.epsilon)}, {limit}"
+
+
+def moment(when: float) -> str:
+    """A Unix time in this machine's zone."""
+    return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def _date(when: float) -> datetime:
+    return datetime.fromtimestamp(when, UTC)
