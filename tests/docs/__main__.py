@@ -1,4 +1,4 @@
-"""Follow tutorials, and write what their commands print now into them: `python -m tests.docs [PAGE ...]`; without a page, all.
+"""Follow pages, and write what their commands print now into them: `python -m tests.docs [PAGE ...]`; without a page, all.
 
 What a page shows stays as it is where the commands still say so: `…` in it stands for anything. The pictures that its commands
 draw are renewed, too.
@@ -13,10 +13,7 @@ import time
 from pathlib import Path
 
 from tests.docs.following import follow
-from tests.docs.pages import CHECKOUT, PAGES, text_of
-
-PICTURES = {"docs/tutorial-researcher.md": {"tutorial-sweep.svg": "sweep/accuracy.svg"}}
-"""Of a page, what stands in docs/images of what its commands draw."""
+from tests.docs.pages import BY_PAGES, CHECKOUT, PAGES, text_of
 
 
 def renew(page: str) -> None:
@@ -32,8 +29,9 @@ def renew(page: str) -> None:
                 later += len(said.text) - (end - start)
                 (CHECKOUT / page).write_text(text, encoding="utf-8")
                 print(f"{page}: now prints otherwise: {said.block.commands[0].splitlines()[0]}")
-        for picture, made in PICTURES.get(page, {}).items():
-            shutil.copy(Path(folder, "page", "work", made), CHECKOUT / "docs" / "images" / picture)
+        for picture, (drawing, made) in BY_PAGES.items():
+            if drawing == page:
+                shutil.copy(Path(folder, "page", "work", made), CHECKOUT / "docs" / "images" / picture)
     print(f"{page}: {time.monotonic() - began:.0f} s")
 
 

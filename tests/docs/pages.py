@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in CHECKOUT.glob("docs/tutorial-*.md"))
-"""Those that are followed, command by command."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`([\w-]+\.\w+)`\)?[.:,]?[^`\n]*:?\n\s*$")
 FIRST = re.compile(r"# ([\w-]+\.\w+)\n")
@@ -60,7 +59,7 @@ def text_of(page: str) -> str:
 def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page's text."""
     made, found, before = list[Block](), list(FENCE.finditer(page)), 0
-    for match, below in zip(found, [*found[1:], None], strict=True):
+    for match, below in zip(found, [*found[1:], *[None] * bool(found)], strict=True):
         named = NAMED.search(page[before : match.start()]) or FIRST.match(match[2])
         file = named[1] if named and match[1] in FILES else ""
         shown = below is not None and below[1] == "text" and not page[match.end() : below.start()].strip()
@@ -68,3 +67,18 @@ def blocks(page: str) -> list[Block]:
         made.append(Block(match[1], match[2], file, *output))
         before = match.end()
     return made
+
+
+def _pages() -> Iterator[str]:
+    for path in [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]:
+        page = path.relative_to(CHECKOUT).as_posix()
+        if any(block.commands for block in blocks(text_of(page))):
+            yield page
+
+
+TUTORIALS = sorted(path.relative_to(CHECKOUT).as_posix() for path in CHECKOUT.glob("docs/tutorial-*.md"))
+"""Those that begin in an empty folder; the others are followed in a clone, beside what they name (`following.ready`)."""
+PAGES = list(_pages())
+"""Those that are followed, command by command."""
+BY_PAGES = {"tutorial-sweep.svg": ("docs/tutorial-researcher.md", "sweep/accuracy.svg")}
+"""Of a picture of docs/images, the page whose commands draw it, and where they put it."""

@@ -19,6 +19,8 @@ UP = "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914
 """Brings up the loopback of a network namespace (SIOCSIFFLAGS, IFF_UP)."""
 BASH = ["bash", "--noprofile", "--norc"]
 OVER = "=== over"
+UPON = re.compile(r"\"address\"|http://")
+"""What a service says when it listens."""
 OURS = re.compile(r"SOTTOVOCE_|XDG_|PYTEST_|PYTHONPATH|COLUMNS|PYTHONDONTWRITEBYTECODE")
 
 
@@ -45,7 +47,10 @@ class Shell:
         line = heard.readline()
         assert line.startswith(OVER), f"the shell ended at: {command}"
         if serves:
-            _until(lambda: said.is_file() and '"address"' in said.read_text(encoding="utf-8"), f"it listens: {command}")
+            _until(
+                lambda: said.is_file() and UPON.search(said.read_text(encoding="utf-8")) is not None,
+                f"it listens: {command}",
+            )
         return int(line.split()[-1]), said.read_text(encoding="utf-8")
 
 
