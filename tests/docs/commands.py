@@ -45,7 +45,7 @@ def named(page: str) -> Iterator[Named]:
     prose = FENCE.sub("", page)
     for pattern in (SYNOPSIS, INLINE):
         for found in pattern.findall(prose):
-            text = re.sub(r"[\[\]]|(?<= )\|(?= )|(?<=\w)\|[\w:]+", " ", found)
+            text = re.sub(r"\]\.\.\.|[\[\]]|(?<= )\|(?= )|(?<=\w)\|[\w:]+", " ", found)
             yield from (Named(tuple(words), whole=False) for words in _ours(text))
 
 
@@ -83,7 +83,7 @@ def mistake(command: Named) -> str:
     seen = set[str]()
     while words:
         word, _, value = words.pop(0).partition("=")
-        if word in {"--help", "-h"} or (word in options and options[word].is_eager):
+        if word in {"--help", "-h"} or (word in options and (options[word].is_eager or not options[word].expose_value)):
             return ""
         if not word.startswith("-"):
             given.append(word)
