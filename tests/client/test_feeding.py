@@ -22,6 +22,7 @@ import structlog
 from rich.console import Console
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_client import terminal
 from sottovoce_client.cli.feeding import http
 from sottovoce_client.feeding.conduct import conduct
 from sottovoce_client.feeding.dead_letters import dead_letters
@@ -273,6 +274,21 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
         structlog.reset_defaults()  # it logs to what is standard error now
     told = "".join(capsys.readouterr())
     assert "ValueError" in told and str(SECRET) not in told
+
+
+def test_what_was_fed_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(account: Account, stop: asyncio.Event) -> None:
+        account.run_id, account.tallies = "run-1", [Tally("a", 3, 1, 0, Counter({"age: beyond its bounds": 2}))]
+        account.kept = "written to d"
+
+    try:
+        with terminal.json_apart():
+            conduct(work)
+    finally:
+        structlog.reset_defaults()
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["fed"], told["again"], told["waiting"]) == ("run-1", 3, 1, 0)
+    assert told["refused"] == {"age: beyond its bounds": 2}
 
 
 def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import typer
 import yaml
 from typer.testing import CliRunner
 
+from sottovoce_client import terminal
 from sottovoce_client.cli import app
 
 WITHOUT = {
@@ -60,7 +63,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(*words: str, code: int = 0) -> Any:
     """What is said to a program; it can be read, and people are told elsewhere."""
-    done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    try:
+        done = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    finally:
+        structlog.reset_defaults()  # what logs was told of the runner's standard error, which is closed now
     assert done.exit_code == code, done.output
     return json.loads(done.stdout, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
 
@@ -154,3 +160,47 @@ def test_a_policy_and_a_run(folder: Path) -> None:
     document = told("policy", "check", "small.yaml", "--learner", "learner-0")
     assert document["takes_part"]
     assert {"clause", "allows", "asks", "fits"} == document["clauses"][0].keys()
+
+
+def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
+    spec = {**yaml.safe_load(Path("small.yaml").read_text("utf-8")), "capture": "relay"}
+    Path("small.yaml").write_text(yaml.safe_dump(spec), "utf-8")
+    document = told("up", "small.yaml", "--out", "o", "--tls", "--per-process", "3")
+    assert (document["folder"], document["state"], document["rounds"]) == ("o", "finished", 6)
+
+    shown = told("transcript", "show", "o")
+    assert [each["run_id"] for each in shown["captures"]] == [document["run_id"]]
+    assert sum(each["messages"] for each in shown["channels"]) == 6 * 6
+    verified = told("transcript", "verify", "o", "--ca", "o/ca.crt")
+    assert (verified["signed"], verified["wrong"]) == (True, [])
+    assert [each["rounds_signed"] for each in verified["learners"]] == [6, 6, 6]
+    assert told("audit", "--from", "o/captures", "--out", "a")["verdict"]["kind"] == "consistent"
+    watched = told("watch", "o", "--once")
+    assert (watched["rounds_watched"], watched["alarms"]) == (6, [])
+
+    lines = told("ledger", "--state", "o/journals")
+    assert [each["learner"] for each in lines] == ["learner-0", "learner-1", "learner-2"]
+    checked = told("ledger", "verify", "o/journals")
+    assert [each["epsilon"] for each in checked] == [each["epsilon"] for each in lines]
+    repaired = told("ledger", "repair", "o/journals", "--learner", "learner-1")
+    assert repaired == {"learner": "learner-1", "charged": 0.0, "epsilon": lines[1]["epsilon"], "kept_in": None}
+    assert told("ledger", "moved", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
+
+
+def test_models_and_figures_of_a_simulation(folder: Path) -> None:
+    told("simulate", "small.yaml", "--out", "o")
+    assert told("models", "export", "o", "--out", "m.npz", "--unprotected")["out"] == "m.npz"
+    drawn = told("plot", "o", "--out", "p", "--export", "csv")
+    assert drawn["files"] == ["plot.html", "o.csv"]
+    assert "accuracy" in drawn["figures"]
+
+
+def test_words_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.json_apart():
+        print("a word")
+        terminal.console().print("a table")
+        terminal.tell(lambda: {"epsilon": math.inf, "at": Path("o"), "values": np.arange(2), "each": np.float64(0.5)})
+    terminal.tell(lambda: pytest.fail("nobody asked"))
+    out, error = capsys.readouterr()
+    assert json.loads(out) == {"epsilon": None, "at": "o", "values": [0, 1], "each": 0.5}
+    assert error.splitlines() == ["a word", "a table"]

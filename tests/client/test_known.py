@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sottovoce.errors import NotReady, Rule, Unavailable
 from sottovoce_client.running.known import list_runs, rebind, resume_run, run_documents, show_run, stop_run
+from sottovoce_client.terminal import json_apart
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.misconduct import KnownBy
 from tests.examples import made_up, small_spec
@@ -26,7 +27,7 @@ def screen() -> tuple[Console, io.StringIO]:
     return Console(file=shown, width=160), shown
 
 
-async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
+async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = small_spec(5, NAMES)
     paced = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.05, "deadline_s": 100.0})
     console, shown = screen()
@@ -41,8 +42,12 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
         await up.until_gone("ben")
         for asked in (done.run_id, run_id):
             await show_run(up.coordinator, asked, console)
-        for asked in (done.run_id, run_id):
-            await stop_run(up.coordinator, asked, console)
+        await stop_run(up.coordinator, run_id, console)
+        with json_apart():
+            await stop_run(up.coordinator, done.run_id, console)
+        out = capsys.readouterr().out  # with what services of this process log
+        stopped = json.JSONDecoder().raw_decode(out, out.index("{\n"))[0]
+        assert (stopped["run"], stopped["state"], stopped["rounds_done"]) == (done.run_id, "finished", 5)
         await list_runs(up.coordinator, console)
         with pytest.raises(NotReady, match="no run 'x': the last one is"):
             await show_run(up.coordinator, "x", console)

@@ -15,6 +15,7 @@ from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.catalogue import MUTANTS
 from sottovoce.lab.selftest.mutants import Broken, Mutant
 from sottovoce.lab.selftest.trial import Alarms
+from sottovoce_client import terminal
 from sottovoce_client.lab import selftest
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
@@ -51,8 +52,11 @@ def test_broken_and_correct_learners_are_told_apart(tmp_path: Path) -> None:
     assert {each["name"]: each["audits"] for each in document["correct"]} == {"dola": 1, "pd-ftgl": 1, "admm": 0}
 
 
-def test_a_mutant_that_is_missed_fails() -> None:
-    code, text = outcome_of(mutants=["tests.client.test_selftest:NOTHING_WRONG"], alarms=0)
+def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.json_apart():
+        code, text = outcome_of(mutants=["tests.client.test_selftest:NOTHING_WRONG"], alarms=0)
+    told = json.loads(capsys.readouterr().out)
+    assert told["folder"] is None and [each["missed"] for each in told["broken"]] == [False, False, True]
     assert code == 1 and "MISSED" in text and "2 of 3 broken learners caught." in text
 
 

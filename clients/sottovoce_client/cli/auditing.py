@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -149,10 +148,9 @@ def audit(
             raise SpecError("--power goes with --self-test, and with no SPEC: it breaks runs of its own")
         from sottovoce_client.lab.power import measure_power
 
-        with _kept(out, as_json) as kept:
-            code = measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=kept)
-            _tell(kept, "power.json", out)
-        raise typer.Exit(code)
+        raise typer.Exit(
+            measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out)
+        )
     if self_test:
         from sottovoce_client.lab import selftest
 
@@ -160,10 +158,7 @@ def audit(
             folder_for("audit", out, ["selftest.json"])
         broken = None if spec is None else prepared_from(load_spec(spec))
         tested = partial(selftest.self_test, learner=learner, mutants=mutant or [], alarms=alarms)
-        with _kept(out, as_json) as kept:
-            code = tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=kept)
-            _tell(kept, "selftest.json", out)
-        raise typer.Exit(code)
+        raise typer.Exit(tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out))
     _require_heeded(captures, runs, on, backend, record, replacement, threat, neighbour)
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import AuditRequest
@@ -187,25 +182,6 @@ def audit(
     # Captures of other runs are what `--from` would take for the audit's own.
     folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
-
-
-@contextlib.contextmanager
-def _kept(out: Path | None, as_json: bool) -> Iterator[Path | None]:
-    """Where results are written; where nobody has named a folder, and they are asked for, one that is gone afterwards."""
-    from sottovoce_client.scratch import scratch
-
-    if out is not None or not as_json:
-        yield out
-        return
-    with scratch("sottovoce-result-") as folder:
-        yield folder
-
-
-def _tell(kept: Path | None, name: str, out: Path | None) -> None:
-    from sottovoce_client import terminal
-
-    if kept is not None:
-        terminal.tell(lambda: {"folder": out, **json.loads((kept / name).read_bytes())})
 
 
 def _require_heeded(

@@ -102,10 +102,11 @@ def measure_power(
     missed = [each.name for each in found if each.missed(most)]
     lost = [f"{each.name} ({each.kind})" for each in services if each.missed]
     console.print(_summary(found, services, [*missed, *lost]))
+    told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
+    terminal.tell(lambda: {"folder": out, **told})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "power.md", page(found, services, most, seed))
-        told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
         write_json(out / "power.json", told)
         console.out(f"{out}: power.md, power.json", highlight=False)
     return int(bool(missed or lost))

@@ -89,9 +89,11 @@ def self_test(
                 lots.append(result)
     found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
     _print(outcomes, found, console)
+    document = _document(outcomes, found, seed)
+    terminal.tell(lambda: {"folder": out, **document})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "selftest.json", _document(outcomes, found, seed))
+        write_json(out / "selftest.json", document)
         console.out(f"{out}: selftest.json", highlight=False)
     return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
 
