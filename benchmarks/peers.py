@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,14 +102,14 @@ PEERS = (
     Peer(
         "p2pfl",
         *P2PFL,
-        ("p2pfl_ring.py", "--short"),
+        ("p2pfl_ring.py", "--period-s", "0.005"),
         "ring of 5, all are averaged; periods of 5 ms; a process each, gRPC",
     ),
     Peer(
-        "p2pfl-defaults",
+        "p2pfl-examples",
         *P2PFL,
         ("p2pfl_ring.py",),
-        "the same with the periods of its settings, up to 2 s",
+        "the same with the periods of its examples, up to 2 s",
     ),
     Peer(
         "flower",
@@ -256,7 +257,9 @@ def measured(peer: Peer, python: Path, seconds: float) -> Sample:
                     if child.poll() is not None:
                         raise SottovoceError(f"it ended by itself after {rounds} rounds: {_last(log.read_text())}")
                     if time.monotonic() - since > patience:
-                        raise SottovoceError(f"no round for {patience:.0f} s after {rounds}: {_last(log.read_text())}")
+                        raise SottovoceError(
+                            f"no further round in {patience:.0f} s after {rounds}; it said last: {_last(log.read_text())}"
+                        )
                     time.sleep(0.005)
 
             _, up = until(lambda rounds, _: rounds > 0, START_S)
@@ -271,7 +274,8 @@ def measured(peer: Peer, python: Path, seconds: float) -> Sample:
 
 
 def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.strip() for line in plain.splitlines() if line.strip()] or ["it said nothing"]
     return lines[-1][:200]
 
 
@@ -369,7 +373,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace, folder: Path) -> list[Row]:
     """Ours and a peer in turn, each peer so often."""
     chosen = [peer for peer in PEERS if not options.only or peer.name in options.only]
-    rounds, version = 300 if options.quick else 3_000, str(machine()["sottovoce"])
+    rounds, version = 300 if options.quick else 2_000, str(machine()["sottovoce"])
     cases = [Case(name, rounds, dim=DIM, tls="tls" in name) for name in OURS]
     ours = [Row(name, version, ran, 5, 10, []) for name, ran in OURS.items()]
     theirs = [Row(p.name, "", p.ran, p.learners, p.messages, []) for p in chosen]

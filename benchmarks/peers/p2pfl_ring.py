@@ -22,8 +22,6 @@ from p2pfl.node import Node
 from p2pfl.utils.utils import set_standalone_settings
 from progress import reached
 
-PERIOD_S = 0.005
-
 
 class Vector(P2PFLModel):
     """A model that is a vector."""
@@ -70,18 +68,19 @@ class Idle(Learner):
         return "numpy"
 
 
-def short() -> None:
-    """Periods that a round waits for are milliseconds; memory for messages and patience are those of its own tests."""
+def settings(period_s: float) -> None:
+    """Those of its examples, or with a period of their own for all that a round waits for."""
     set_standalone_settings()
-    Settings.heartbeat.TIMEOUT = 60
-    Settings.gossip.PERIOD = Settings.gossip.MODELS_PERIOD = PERIOD_S
-    Settings.gossip.EXIT_ON_X_EQUAL_ROUNDS = 10_000
+    Settings.heartbeat.TIMEOUT = 60  # at 5 or 10 s a busy machine's nodes lose each other
+    if period_s:
+        Settings.general.GRPC_TIMEOUT = 1  # how long a circle of nodes, each of which waits for the next, stands still
+        Settings.gossip.PERIOD = Settings.gossip.MODELS_PERIOD = period_s
+        Settings.gossip.EXIT_ON_X_EQUAL_ROUNDS = 10_000
 
 
 def node(index: int, options: argparse.Namespace, pipe: Connection) -> None:
     """One node: says its address, connects to the one that it is told, and the first of them starts the rounds."""
-    if options.short:
-        short()
+    settings(options.period_s)
     learner = Idle(index, options.learners)
     data = P2PFLDataset.from_pandas(pd.DataFrame({"x": [0.0]}))
     node = Node(Vector(np.zeros(options.dim)), data, learner=learner)
@@ -101,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--learners", "--dim", "--rounds"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--short", action="store_true", help="periods of milliseconds, not those of its settings")
+    parser.add_argument("--period-s", type=float, default=0.0, help="of its gossip (default: that of its examples)")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(options.learners)]
