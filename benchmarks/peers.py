@@ -255,10 +255,10 @@ def measured(peer: Peer, python: Path, seconds: float) -> Sample:
                     if rounds != last:
                         since, last = time.monotonic(), rounds
                     if child.poll() is not None:
-                        raise SottovoceError(f"it ended by itself after {rounds} rounds: {_last(log.read_text())}")
+                        raise SottovoceError(f"it ended by itself after {rounds} rounds: {_last(_text(log))}")
                     if time.monotonic() - since > patience:
                         raise SottovoceError(
-                            f"no further round in {patience:.0f} s after {rounds}; it said last: {_last(log.read_text())}"
+                            f"no round in {patience:.0f} s after {rounds}; its last words: {_last(_text(log))}"
                         )
                     time.sleep(0.005)
 
@@ -273,8 +273,12 @@ def measured(peer: Peer, python: Path, seconds: float) -> Sample:
     return Sample(rounds, rounds / (end - begin), cpu, after.memory_mb, after.processes, up - began)
 
 
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
+
+
 def _last(text: str) -> str:
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # without colours
     lines = [line.strip() for line in plain.splitlines() if line.strip()] or ["it said nothing"]
     return lines[-1][:200]
 
