@@ -222,17 +222,13 @@ StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends
 def _config(context: typer.Context, path: Path | None) -> Path | None:
     """Defaults from a file: weaker than flags and environment."""
     if path is not None:
-        import yaml
+        from sottovoce.yaml_files import document_of, text_of
 
-        from sottovoce.spec import parse_yaml
-
-        try:
-            defaults = parse_yaml(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-            raise SpecError(f"cannot read the configuration {path}: {' '.join(str(error).split())}") from None
+        text = text_of(path, "a configuration")
+        says = any(line and not line.startswith("#") for line in map(str.strip, text.splitlines()))
+        defaults = dict(document_of(text, str(path), "a configuration")) if says else {}
         known = {parameter.name for parameter in context.command.params}
-        if not isinstance(defaults, dict) or not defaults.keys() <= known:
-            unknown = sorted(defaults.keys() - known) if isinstance(defaults, dict) else type(defaults).__name__
+        if unknown := sorted(map(str, defaults.keys() - known)):
             raise SpecError(
                 f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
             )

@@ -13,6 +13,7 @@ from sottovoce.losses import Loss
 
 _SHOWN = 12
 """How many labels an error message lists."""
+_TRUTHS = {"yes", "no", "on", "off", "true", "false"}
 
 
 def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
@@ -89,7 +90,9 @@ def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, t
         return as_floats(2 * np.arange(len(texts)) >= len(texts))
     wanted = {str(label) for label in positive}
     if unknown := sorted(wanted - set(texts)):
-        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}")
+        bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
+        advice = "; without quotes YAML takes yes, no, on and off for 1 and 0: put quotes around them" if bare else ""
+        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):
         raise SpecError(f"data.positive must name some of the labels {_listed(texts)}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])
