@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.data.columns import read_cells
+from sottovoce.data.columns import read_cells, require_names
 from sottovoce.data.dataset import encode_file, schema_reads
 from sottovoce.data.drafting import Draft, draft
 from sottovoce.data.encoding import Encoded, Encoder
@@ -51,7 +51,8 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    made = draft(read_cells(schema_reads(sample))[0], label)
+    require_names(schema_reads(sample), label)
+    made = draft(read_cells(sample)[0], label)
     console.print(PUBLIC, style="bold")
     if out is None:
         print(made.text, end="")
