@@ -21,6 +21,7 @@ from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.principals import Role
@@ -61,6 +62,10 @@ class EavesdropperConfig:
     advertise_host: str | None = None
     allow_imports: bool = False
     credentials: Credentials = field(default_factory=Credentials)
+
+    def __post_init__(self) -> None:
+        if self.advertise_host is not None:
+            require_host(self.advertise_host, "--advertise-host")
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -124,36 +124,35 @@ LiveRecords = Annotated[
 ]
 
 
-def _addresses(parameter: typer.CallbackParam, value: Any) -> Any:
-    """Callback of options that are addresses of services, or lists of them.
+def address(
+    *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
+) -> Any:
+    """An option that is an address, or a list of them; as `typer.Option`.
 
-    Raises:
-        SpecError: one is no address.
+    Args:
+        flags, options: as of `typer.Option`.
+        listen: whether it is to be listened on.
+        check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
     """
-    return _held(parameter, value, listen=False)
 
+    def held(parameter: typer.CallbackParam, value: Any) -> Any:
+        from sottovoce_rpc.addresses import require_address
 
-def _places(parameter: typer.CallbackParam, value: Any) -> Any:
-    """Callback of options that are addresses to listen on.
+        what, wrong = parameter.opts[0], list[str]()
+        for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            try:
+                if check is None:
+                    require_address(each, what, listen=listen)
+                else:
+                    check(each, what)
+            except SpecError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise SpecError("\n".join(wrong))
+        # What is done with None there differs between versions of typer.
+        return [] if value is None and getattr(parameter, "multiple", False) else value
 
-    Raises:
-        SpecError: it is no address.
-    """
-    return _held(parameter, value, listen=True)
-
-
-def _held(parameter: typer.CallbackParam, value: Any, *, listen: bool) -> Any:
-    from sottovoce_rpc.addresses import require_address
-
-    for each in value if isinstance(value, list | tuple) else [value] if value else []:
-        require_address(each, parameter.opts[0], listen=listen)
-    # What is done with None there differs between versions of typer.
-    return [] if value is None and getattr(parameter, "multiple", False) else value
-
-
-def address(*flags: str, listen: bool = False, **options: Any) -> Any:
-    """An option that is an address, or a list of them; as `typer.Option`."""
-    return typer.Option(*flags, callback=_places if listen else _addresses, **options)
+    return typer.Option(*flags, callback=held, **options)
 
 
 Listen = Annotated[
@@ -236,10 +235,17 @@ def _config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _backend(backend: str, _: str) -> None:
+    from sottovoce_client.backends import named
+
+    named(backend)
+
+
 WorkedOnBy = Annotated[
     str,
-    typer.Option(
+    address(
         "--backend",
+        check=_backend,
         metavar="WHAT",
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
         "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",

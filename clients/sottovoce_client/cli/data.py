@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import data_app
+from sottovoce_client.cli.app import address, data_app
 
 
 @data_app.command("list")
@@ -21,6 +21,13 @@ def list_() -> None:
     show(data_folders(), terminal.console())
 
 
+def _place(elsewhere: str, what: str) -> None:
+    from sottovoce_client.data.fetch import require_place
+
+    if elsewhere:
+        require_place(elsewhere, what)
+
+
 @data_app.command("fetch")
 def fetch(
     names: Annotated[
@@ -31,8 +38,9 @@ def fetch(
     ] = None,
     elsewhere: Annotated[
         str,
-        typer.Option(
+        address(
             "--from",
+            check=_place,
             metavar="PLACE",
             help="A folder or URL that has the original files, in place of their owners' servers.",
             show_default=False,

@@ -144,8 +144,6 @@ def export(
 
 def _at(address: str, learner: str, identity: Path | None, insecure: bool) -> At:
     from sottovoce_client.live.sending import At
-    from sottovoce_rpc.addresses import require_address
     from sottovoce_rpc.credentials import Credentials
 
-    require_address(address, "ADDRESS")
     return At(address, learner, Credentials(identity, insecure))
