@@ -16,6 +16,7 @@ from sottovoce.data.drafting import Draft, draft
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.fields import Category, Date, Number
 from sottovoce.data.schema import Schema
+from sottovoce.errors import DataError
 from sottovoce.losses import Loss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
@@ -52,7 +53,11 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     console = console or terminal.console(stderr=True)
     require_new(out)
     require_names(schema_reads(sample), label)
-    made = draft(read_cells(sample)[0], label)
+    try:
+        made = draft(read_cells(sample)[0], label)
+    except DataError as error:
+        told = str(error)
+        raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
     console.print(PUBLIC, style="bold")
     if out is None:
         print(made.text, end="")

@@ -19,7 +19,7 @@ from sottovoce_eavesdropper.metrics import CATALOGUE, readings
 from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
-from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
@@ -85,6 +85,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             SottovoceError: it cannot listen there, its identity cannot be used, or captures cannot be written.
         """
         self.config.credentials.require(Role.EAVESDROPPER)
+        require_folder(self.config.folder)
         remote = "://" in str(self.config.folder)
         if remote:  # before a run is there whose capture would be lost
             await asyncio.to_thread(lambda: open_folder(self.config.folder).require_writable())

@@ -36,6 +36,8 @@ def read_results(path: Path) -> Table:
     if path.is_dir():
         found = [path / name for name in ("metrics.parquet", "sweep.parquet") if (path / name).is_file()]
         path = found[0] if found else path
+    if not path.is_file():
+        raise CaptureError(f"cannot read the results {path}: it must be a metrics.parquet or sweep.parquet that exists")
     try:
         arrow = parquet().ParquetFile(path).read()
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
