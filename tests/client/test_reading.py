@@ -64,6 +64,29 @@ def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
     assert "well is 0 (8 records): all are the same, so there is nothing to tell apart" in check(folder)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["budget"], ["calibrate", "--epsilon", "5"], ["policy", "check", "--learner", "learner-0"]],
+    ids="-".join,
+)
+def test_what_a_run_costs_is_told_whatever_its_labels_mean(folder: Path, command: list[str]) -> None:
+    told = list[str]()
+    for rows in (RECORDS, RECORDS.replace("sick", "well")):
+        (folder / "records.csv").write_text(rows, encoding="utf-8")
+        done = CliRunner().invoke(app, [*command, str(folder / "spec.yaml")])
+        assert done.exit_code in (0, 1) and not isinstance(done.exception, DataError), done.exception
+        told.append("\n".join(line for line in done.output.splitlines() if "sottovoce-runs" not in line))
+    assert told[0] == told[1] != ""
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["audit", "--runs", "10"], ["up"], ["sweep", "--set", "rounds=5"]])
+def test_what_learns_says_what_it_lacks(folder: Path, command: list[str]) -> None:
+    (folder / "records.csv").write_text(RECORDS.replace("sick", "well"), encoding="utf-8")
+    failure = CliRunner().invoke(app, [*command, str(folder / "spec.yaml")]).exception
+    assert isinstance(failure, DataError)
+    assert "needs two labels, got only well: name in data.positive what counts as 1" in str(failure)
+
+
 @pytest.mark.parametrize("header", ["", "0.5,1,2\n", "1e3,-4,1\n"])
 def test_a_first_line_that_is_a_record_is_refused_and_not_quoted(folder: Path, header: str) -> None:
     rows = RECORDS.partition("\n")[2].replace("sick", "0").replace("well", "1")

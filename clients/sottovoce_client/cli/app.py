@@ -288,7 +288,7 @@ def levels(text: str, least: int = 1) -> tuple[float, ...]:
     return tuple(found)
 
 
-def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
+def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) -> Any:
     """The run and its data, ready to start.
 
     Raises:
@@ -297,7 +297,7 @@ def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     from sottovoce.data.folders import data_folders
     from sottovoce.experiment import prepare
 
-    return prepare(spec, folders=data_folders(), live=live)
+    return prepare(spec, folders=data_folders(), live=live, learned=learned)
 
 
 def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
@@ -310,7 +310,7 @@ def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizo
 
     if spec.data.live or rounds is not None or records is not None:
         return foresee(spec, rounds, 1.0 if records is None else records, horizon)
-    return prepared_from(spec)
+    return prepared_from(spec, learned=False)
 
 
 def folder_for(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:

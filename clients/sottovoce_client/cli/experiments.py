@@ -73,7 +73,10 @@ def values_of(text: str) -> tuple[str, list[Any]]:
     from sottovoce.yaml_files import document_of
 
     field, equals, values = text.partition("=")
-    found = document_of(f"values: [{values}]", f"--set {text}", "a value").get("values")
+    try:
+        found = document_of(f"values: [{values}]", f"--set {text}", "a value").get("values")
+    except SpecError as error:
+        raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file: {error}") from None
     if not (field and equals and found):
         raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file, got {text!r}")
     return field, found

@@ -16,7 +16,9 @@ _SHOWN = 12
 _TRUTHS = {"yes", "no", "on", "off", "true", "false"}
 
 
-def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
+def map_labels(
+    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, meant: bool = True
+) -> tuple[FloatArray, IntArray]:
     """Labels in the domain of the loss, and the class of each record.
 
     Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
@@ -27,6 +29,7 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
         labels: `(records,)`, finite numbers or text.
         loss: the loss of the run.
         positive: labels that count as 1.
+        meant: whether anybody learns from them. Else the only label of a file is 0 where nothing says which it is.
 
     Returns:
         Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
@@ -42,7 +45,9 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
             raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(texts_of(distinct))}")
         return as_floats(labels), classes
     if loss.binary and len(distinct) < 2:
-        return np.full(len(labels), _of_one(texts_of(distinct)[0], loss, positive)), classes
+        only = texts_of(distinct)[0]
+        known = meant or positive is not None or only in ("0", "1")
+        return np.full(len(labels), _of_one(only, loss, positive) if known else 0.0), classes
     return class_labels(texts_of(distinct), loss, positive, "that occur")[classes], classes
 
 
