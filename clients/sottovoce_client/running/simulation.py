@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from sottovoce.door import Simulation, noise_of, simulate
 from sottovoce.experiment import Experiment
-from sottovoce.noise import Recorder
+from sottovoce.noise import RecordedNoise, Recorder
 from sottovoce.running.metrics import Curves
 from sottovoce.running.simulator import SimulatedRound
 from sottovoce.running.transcript import TranscriptWriter, parquet
@@ -60,6 +61,9 @@ def simulate_to(
         done = simulate(experiment, replicas, metrics=metrics, noise=recorder or source, progress=write)
         decided.write(spec.rounds, "decision", done.decisions)
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
+    if isinstance(source, RecordedNoise) and source.left:
+        own = ", ".join(sorted(source.drawn)) or "nothing"
+        print(f"warning: {noise}: {', '.join(source.left)} was not used: this run draws {own}", file=sys.stderr)
     if done.curves is not None:
         write_table(done.metrics, folder / "metrics.parquet")
         write_json(folder / "metrics.json", means(done.curves))
