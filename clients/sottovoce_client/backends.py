@@ -12,6 +12,7 @@ from typing import Any
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce_rpc.addresses import place_of
 
 Backend = str
 """`processes`, `ray`, `dask`, or the address of a cluster: `ray://HOST:PORT`, `dask://HOST:PORT`."""
@@ -35,7 +36,9 @@ def named(backend: Backend) -> tuple[str, str]:
     engine, scheme, address = backend.partition("://")
     if engine not in ("processes", "ray", "dask") or (scheme and (engine == "processes" or not address)):
         raise SpecError(f"a backend must be processes, ray, dask, ray://HOST:PORT or dask://HOST:PORT, got {backend!r}")
-    if not address and engine != "processes":
+    if address:
+        place_of(address.rpartition("://")[2], f"--backend {engine}://")  # Dask's own begin with tcp:// or tls://
+    elif engine != "processes":
         address = os.environ.get({"ray": "RAY_ADDRESS", "dask": "DASK_SCHEDULER_ADDRESS"}[engine], "")
         return engine, address
     return engine, backend if engine == "ray" and address else address

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.data.columns import read_cells
+from sottovoce.data.columns import read_cells, require_names
 from sottovoce.data.dataset import encode_file, schema_reads
 from sottovoce.data.drafting import Draft, draft
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.fields import Category, Date, Number
 from sottovoce.data.schema import Schema
+from sottovoce.errors import DataError
 from sottovoce.losses import Loss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
@@ -52,7 +53,12 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    made = draft(read_cells(schema_reads(sample))[0], label)
+    require_names(schema_reads(sample), label)
+    try:
+        made = draft(read_cells(sample)[0], label)
+    except DataError as error:
+        told = str(error)
+        raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
     console.print(PUBLIC, style="bold")
     if out is None:
         print(made.text, end="")

@@ -15,7 +15,7 @@ import yaml
 
 from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.first_spec import ROUNDS, first_spec
-from sottovoce.data.columns import default_label, read_cells
+from sottovoce.data.columns import default_label, read_cells, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source
 from sottovoce.data.files import PLACEMENT, READABLE, RawTable
 from sottovoce.data.labels import texts_of
@@ -222,7 +222,7 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
         return data, _loss(wishes, data, classes, 1.0, asking), None
     label = wishes.label
     if wishes.file.suffix.lower() != ".npz":
-        names, guess = _columns(wishes.file)
+        names, guess = _columns(wishes.file, label)
         asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
@@ -287,8 +287,9 @@ def _as_number(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,15}", text) and str(int(text)) == text else text
 
 
-def _columns(path: Path) -> tuple[list[str], str]:
+def _columns(path: Path, label: str | None) -> tuple[list[str], str]:
     """Names of columns that may be the label, and which of them probably is."""
+    require_names(path, label)
     cells, _, _ = read_cells(path)
     names = [name for name in cells if name not in PLACEMENT]
     if not names:

@@ -44,13 +44,14 @@ class Prepared:
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
 
-def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) -> Prepared:
+def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, learned: bool = True) -> Prepared:
     """Load and place the data, and check the run.
 
     Args:
         spec: the run spec.
         folders: where data sets that have a name are looked for (`data_folders`).
         live: whether records may come later, from elsewhere; there are none then.
+        learned: whether anybody learns from the records. Else what their label counts as need not be known: a run costs the same.
 
     Raises:
         SpecError: the spec cannot be run as it is, or has no records yet.
@@ -61,7 +62,7 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) 
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
     if not spec.data.live:
-        return _checked(spec, place(spec, load_dataset(spec.data, spec.loss, folders=folders)))
+        return _checked(spec, place(spec, load_dataset(spec.data, spec.loss, folders=folders, meant=learned)))
     found = _checked(spec, unplaced(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import reprlib
 from collections.abc import Mapping
 from itertools import groupby
@@ -10,9 +11,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from sottovoce.registry import Registry, Section
+from sottovoce.registry import Registry, Section, Truth
 
 Place = tuple[int | str, ...]
+_TRUTH = "without quotes YAML takes yes, no, on and off for true and false"
 
 _BY_FORM = {
     "int_type": "a whole number",
@@ -53,6 +55,8 @@ def requirement(problem: Any) -> str:
     if kind in _BY_FORM or kind in _LISTS:
         return f"must be {_form(problem)}"
     match kind:
+        case "invalid_key":
+            return "the name of a field must be text"
         case "literal_error" | "enum":
             return f"must be {context['expected']}"
         case "too_short" | "too_long":
@@ -121,8 +125,11 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     if len(told) > 1 and all(each.startswith("must be ") for each in told):
         told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
     value = problem.get("input")
+    value = value.value if isinstance(value, Truth) else value
+    if problem["type"] == "invalid_key":
+        where = ".".join(map(str, place[:-1]))
     subject = f"{where}: " if where else ""
-    came = f", got {short(value)}" if where else ""  # the whole document says nothing
+    came = f", got {short(value)}" if place else ""  # the whole document says nothing
     return f"{subject}{', or '.join(told)}{came}{_advice(alike, value)}"
 
 
@@ -135,8 +142,13 @@ def _form(problem: Any) -> str:
 
 def _advice(alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
-    if isinstance(value, bool) and "string_type" in kinds:
-        return ": without quotes YAML takes yes, no, on and off for true and false; put quotes around it"
+    if isinstance(value, bool):
+        if kinds & {"string_type", "literal_error", "invalid_key"}:
+            return f": {_TRUTH}; put quotes around it"
+        if kinds & {"int_type", "float_type"}:
+            return f": {_TRUTH}"
+    if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
+        return ": put quotes around it, for it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):
         if isinstance(value, bool):
             return f': put it in brackets, and where it is the text yes, no, on or off, in quotes: ["{"yes" if value else "no"}"]'
@@ -147,6 +159,8 @@ def _advice(alike: list[Any], value: object) -> str:
 
 def short(value: object) -> str:
     """A value as far as a line holds it: aliases of YAML make one of a few lines endless."""
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     shortened = reprlib.Repr()  # its limits are arguments from Python 3.12 on
     shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 2, 10, 10, 10
     shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200

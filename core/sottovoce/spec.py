@@ -38,6 +38,7 @@ from sottovoce.losses.logistic import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
 from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section
+from sottovoce.yaml_files import document_of, fields_of, text_of
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
@@ -261,17 +262,11 @@ def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunS
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
     """
-    document = _fields_of(document, source)
+    document = fields_of(document, source)
     try:
         return RunSpec.model_validate(document, context={"imports": imports})
     except ValidationError as error:
         raise SpecError(explain(error, source, document, RunSpec)) from None
-
-
-def _fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
-    if not isinstance(document, Mapping):
-        raise SpecError(f"{source}: {what} must be a mapping of fields, got {type(document).__name__}")
-    return document
 
 
 def code_to_import(section: object) -> str | None:
@@ -339,11 +334,7 @@ def _moved(path: str, begin: Path, end: Path) -> str:
 
 
 def _read(path: Path, what: str) -> Mapping[Any, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read {what.replace('a ', 'the ', 1)} {path}: {error}") from None
-    return document_of(text, str(path), what)
+    return document_of(text_of(path, what), str(path), what)
 
 
 def with_schema(document: Any, folder: Path) -> Any:
@@ -373,54 +364,6 @@ def load_schema(path: Path) -> Schema:
         return Schema.model_validate(document)
     except ValidationError as error:
         raise SpecError(explain(error, str(path), document, Schema)) from None
-
-
-_MERGE = "tag:yaml.org,2002:merge"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which nothing is said twice: of two limits under one name, the first would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        said = set[Any]()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE else None
-            if name in said:
-                raise yaml.constructor.ConstructorError(None, None, f"{name!r} stands there twice", key.start_mark)
-            if name is not None:
-                said.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str) -> Any:
-    """What a text says as YAML.
-
-    Raises:
-        YAMLError: it is none, or a mapping has a key twice.
-        ValueError: it holds a date that there is not, or a number without end.
-        RecursionError: it is nested too deep.
-    """
-    return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
-
-
-def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
-    """What a text says as YAML, not checked yet.
-
-    Args:
-        text: of a file.
-        source: what errors call it.
-        what: it should be.
-
-    Raises:
-        SpecError: not YAML, or no mapping of fields.
-    """
-    try:
-        document = parse_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is not, a number without end
-        raise SpecError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
-    return _fields_of(document, source, what)
 
 
 def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:

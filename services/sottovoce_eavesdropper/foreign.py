@@ -12,7 +12,7 @@ import structlog
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.relay import FINISH_S, Relay
-from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
@@ -92,6 +92,7 @@ class ForeignRelay:
         self._config = config
         world = "" if config.world is None else f"world-{config.world}-"
         capture_id = f"relay-{world}{uuid.uuid4().hex[:6]}"
+        require_folder(config.folder)
         self.folder = open_folder(config.folder).below(capture_id).name
         credentials, to = config.listen_credentials(), config.channel()
         try:

@@ -19,8 +19,9 @@ from sottovoce_eavesdropper.metrics import CATALOGUE, readings
 from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
-from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.principals import Role
@@ -62,6 +63,10 @@ class EavesdropperConfig:
     allow_imports: bool = False
     credentials: Credentials = field(default_factory=Credentials)
 
+    def __post_init__(self) -> None:
+        if self.advertise_host is not None:
+            require_host(self.advertise_host, "--advertise-host")
+
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     """Any number of captures, of one run each."""
@@ -80,6 +85,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             SottovoceError: it cannot listen there, its identity cannot be used, or captures cannot be written.
         """
         self.config.credentials.require(Role.EAVESDROPPER)
+        require_folder(self.config.folder)
         remote = "://" in str(self.config.folder)
         if remote:  # before a run is there whose capture would be lost
             await asyncio.to_thread(lambda: open_folder(self.config.folder).require_writable())

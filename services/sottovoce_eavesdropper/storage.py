@@ -227,6 +227,16 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
+def require_folder(place: str | Path) -> None:
+    """Refuse to keep captures where a file is.
+
+    Raises:
+        CaptureError: one is.
+    """
+    if "://" not in str(place) and Path(place).exists() and not Path(place).is_dir():
+        raise CaptureError(f"captures must be kept in a folder, and {place} is a file: give another --folder")
+
+
 def open_folder(place: str | Path) -> Folder:
     """A folder by its path or URL.
 

@@ -15,12 +15,10 @@ from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.explaining import requirement
 from sottovoce.registry import Section
 from sottovoce.running.policy import Policy, load_policy
-from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES, document_of
+from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce.yaml_files import document_of, text_of
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
-
-_LONGEST = 16 * 1024 * 1024
-"""Bytes of a file: thousands of learners have some hundred each."""
 
 
 class Settings(Section):
@@ -125,12 +123,7 @@ def hosted(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
 
 
 def _read(path: Path) -> HostFile:
-    try:
-        text = path.read_bytes()[: _LONGEST + 1].decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read the learners in {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(text) > _LONGEST:
-        raise SpecError(f"{path}: learners of one process take at most {_LONGEST} bytes: make it two processes")
+    text = text_of(path, "a file of learners")
     document = document_of(text, str(path), "a file of learners")
     try:
         return HostFile.model_validate(document)

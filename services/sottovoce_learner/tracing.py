@@ -21,6 +21,7 @@ import structlog
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce_learner.session import Session
+from sottovoce_rpc.addresses import place_of_url
 
 log = structlog.get_logger()
 
@@ -35,6 +36,7 @@ _MODULES = (
     "exporter.otlp.proto.grpc.trace_exporter",
 )
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _MOST_TEXT, _END_S = 300, 2.0
 ROUND = "round"
 STEPS = ("granted", "said", "records", "heard", "learned")
@@ -53,7 +55,7 @@ class Tracing:
         every: of so many rounds one is traced.
 
     Raises:
-        SpecError: the extra is not installed, or the environment asks for another protocol than gRPC.
+        SpecError: the extra is not installed, or the environment asks for another protocol than gRPC, or names no address.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -61,6 +63,9 @@ class Tracing:
             raise SpecError(
                 f"--trace speaks OTLP over gRPC: {' and '.join(_PROTOCOLS)} must say grpc, got {others.pop()}"
             )
+        for variable in _ENDPOINTS:
+            if at := os.environ.get(variable):
+                place_of_url(at, {"http": 4317, "https": 4317}, variable, path=True)
         api, context, sdk, export, numbers, resources, otlp = map(_module, _MODULES)
         _tell_in_our_log()
         self.every, self._ids = every, _ids(numbers)

@@ -63,8 +63,8 @@ async def test_mqtt_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("nats", "wards", "--server", "nats://ann:secret@host"), "an address must hold no user or password"),
-        (("redis", "wards", "--server", "http://host"), "must be like redis://host:6379"),
+        (("nats", "wards", "--server", "nats://ann:secret@host"), "--server must hold no user or password"),
+        (("redis", "wards", "--server", "http://host"), "must be like redis://HOST:6379"),
         (("kafka", "wards", "--password-file", "nowhere"), "no password in nowhere"),
         (("mqtt", "w/#", "--client", "a", "--tls-cert", "a.pem"), "a certificate and its key go together"),
         (("nats", "wards", "--server", "127.0.0.1:1", "--broker-patience", "0.1"), "was away for 0.1 s"),

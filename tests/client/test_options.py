@@ -41,19 +41,39 @@ ADDRESSES = [
     for each in OPTIONS
     if any(sign in f"{each[2].metavar} {each[2].help}" for sign in SIGNS) and "--backend" not in each[0]
 ]
+URLS = [each for each in OPTIONS if each[0].endswith(("--server", "data fetch --from", "--backend"))]
+"""Of services that are not ours."""
 NUMBERS = [each for each in OPTIONS if limit(each[2], "min") is not None and not each[0].endswith("seed")]
 
 
 def test_there_are_such() -> None:
-    assert len(ADDRESSES) > 30 and len(NUMBERS) > 20
+    assert len(ADDRESSES) > 30 and len(NUMBERS) > 20 and len(URLS) == 4 + 1 + 2
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "a b:1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "a b:1", ""])
 @pytest.mark.parametrize(("name", "command", "option"), ADDRESSES, ids=[each[0] for each in ADDRESSES])
 def test_an_address_that_is_none_is_refused(name: str, command: Any, option: Any, address: str) -> None:
     given = [address] if option.multiple else address
     with pytest.raises(SpecError, match=r"must be HOST:PORT with a port from [01] to 65535, got"):
         option.process_value(typer.Context(command), given)
+
+
+@pytest.mark.parametrize("url", ["{}://host:99999", "{}://host:0", "{}://", "gopher://host:1"])
+@pytest.mark.parametrize(("name", "command", "option"), URLS, ids=[each[0] for each in URLS])
+def test_so_is_a_url_that_is_none(name: str, command: Any, option: Any, url: str) -> None:
+    begins = {"--backend": "dask", "--from": "http"}
+    url = url.format(begins.get(option.opts[0], name.split()[1]))
+    with pytest.raises(
+        SpecError, match=r"(with a port from 1 to 65535|must be processes, ray, dask, ray://HOST:PORT).*, got "
+    ):
+        option.process_value(typer.Context(command), [url] if option.multiple else url)
+
+
+def test_all_addresses_that_are_none_are_told_at_once() -> None:
+    _, command, option = next(each for each in URLS if each[0] == "feed nats --server")
+    with pytest.raises(SpecError) as refused:
+        option.process_value(typer.Context(command), ["nats://a:0", "nats://b", "http://c"])
+    assert [line.rpartition("got ")[2] for line in str(refused.value).splitlines()] == ["'nats://a:0'", "'http://c'"]
 
 
 @pytest.mark.parametrize(("name", "command", "option"), NUMBERS, ids=[each[0] for each in NUMBERS])

@@ -64,7 +64,30 @@ def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
     assert "well is 0 (8 records): all are the same, so there is nothing to tell apart" in check(folder)
 
 
-@pytest.mark.parametrize("header", ["", "0.5,1,2\n", "1e3,-4,well\n"])
+@pytest.mark.parametrize(
+    "command",
+    [["budget"], ["calibrate", "--epsilon", "5"], ["policy", "check", "--learner", "learner-0"]],
+    ids="-".join,
+)
+def test_what_a_run_costs_is_told_whatever_its_labels_mean(folder: Path, command: list[str]) -> None:
+    told = list[str]()
+    for rows in (RECORDS, RECORDS.replace("sick", "well")):
+        (folder / "records.csv").write_text(rows, encoding="utf-8")
+        done = CliRunner().invoke(app, [*command, str(folder / "spec.yaml")])
+        assert done.exit_code in (0, 1) and not isinstance(done.exception, DataError), done.exception
+        told.append("\n".join(line for line in done.output.splitlines() if "sottovoce-runs" not in line))
+    assert told[0] == told[1] != ""
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["audit", "--runs", "10"], ["up"], ["sweep", "--set", "rounds=5"]])
+def test_what_learns_says_what_it_lacks(folder: Path, command: list[str]) -> None:
+    (folder / "records.csv").write_text(RECORDS.replace("sick", "well"), encoding="utf-8")
+    failure = CliRunner().invoke(app, [*command, str(folder / "spec.yaml")]).exception
+    assert isinstance(failure, DataError)
+    assert "needs two labels, got only well: name in data.positive what counts as 1" in str(failure)
+
+
+@pytest.mark.parametrize("header", ["", "0.5,1,2\n", "1e3,-4,1\n"])
 def test_a_first_line_that_is_a_record_is_refused_and_not_quoted(folder: Path, header: str) -> None:
     rows = RECORDS.partition("\n")[2].replace("sick", "0").replace("well", "1")
     (folder / "records.csv").write_text(header + rows, encoding="utf-8")
@@ -77,6 +100,56 @@ def test_a_first_line_that_is_a_record_is_refused_and_not_quoted(folder: Path, h
 def test_columns_may_be_numbered(folder: Path, header: str) -> None:
     (folder / "records.csv").write_text(f"{header}\n{RECORDS.partition(chr(10))[2]}", encoding="utf-8")
     assert "8 records" in check(folder)
+
+
+ROWS = "1,2,well\n3,4,sick\n5,6,well\n7,8,sick\n"
+WHYS = {
+    "age,dose,outcome": "a word, 'age', stands over a column of numbers",
+    "年齢,投与,結果": "a word, '年齢', stands over a column of numbers",
+    "1,dose,outcome": "a word, 'dose', stands over a column of numbers",
+    "1,2,label": "one is called 'label'",
+    "2019,2020,y": "one is called 'y'",
+    "1,2,3": "they count up by one",
+    "5,NA,outcome": "not most of them are numbers, and none stands below again",
+}
+
+
+@pytest.mark.parametrize("header", WHYS)
+def test_a_check_says_why_the_first_line_holds_names(folder: Path, header: str) -> None:
+    (folder / "records.csv").write_text(f"{header}\n{ROWS}", encoding="utf-8")
+    text = check(folder)
+    assert "4 records" in text and f"first line: names of the columns, for {WHYS[header]}\n" in text
+
+
+def test_the_label_that_a_spec_names_is_a_name(folder: Path) -> None:
+    (folder / "records.csv").write_text(f"1,2,well\n{ROWS}", encoding="utf-8")
+    write(folder, ", label: well")
+    assert "for one is called 'well', as data.label says" in check(folder)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,  # most of it are numbers
+        "1,well\n3,sick\n5,well\n7,sick\n",  # half of it
+        "a,1,well\nb,3,sick\nb,5,well\na,7,sick\n",  # a third
+        "1,2,y\n3,4,n\n5,6,y\n7,8,n\n",
+        "2020-01-01,1\n2020-01-02,0\n2020-01-03,1\n2020-01-04,0\n",
+        "true,1\nfalse,0\ntrue,1\nfalse,1\n",
+        "NA,1,well\n2,3,sick\n3,5,well\n4,7,sick\n",  # a gap, and no word
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "init", "infer"])
+def test_no_record_is_taken_for_names(folder: Path, rows: str, command: str) -> None:
+    (folder / "records.csv").write_text(rows, encoding="utf-8")
+    done = {
+        "init": ["init", str(folder / "records.csv"), "--out", str(folder / "new.yaml")],
+        "infer": ["schema", "infer", str(folder / "records.csv")],
+        "check": ["spec", "check", str(folder / "spec.yaml")],
+    }[command]
+    failure = CliRunner().invoke(app, done).exception
+    assert isinstance(failure, DataError) and "must begin with a line of column names" in str(failure)
+    assert "well" not in str(failure) and "2020" not in str(failure)
 
 
 def test_a_file_of_names_alone_is_refused(folder: Path) -> None:

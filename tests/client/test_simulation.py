@@ -45,7 +45,9 @@ def simulated(folder: Path, changes: dict[str, Any], **more: Any) -> Path:
 
 
 @pytest.mark.parametrize("changes", RUNS, ids=lambda run: str(run["name"]))
-def test_recorded_noise_is_read_back_and_said_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_recorded_noise_is_read_back_and_said_again(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fields beside those of the message (`dvp`), rounds without a draw (`pd-ftgl`), no noise at all (`admm`)."""
     first = simulated(tmp_path / "first", changes, write=("transcript", "noise"))
     again = simulated(tmp_path / "again", changes, noise=first / "noise.parquet", write=("transcript", "noise"))
@@ -56,6 +58,18 @@ def test_recorded_noise_is_read_back_and_said_again(tmp_path: Path, changes: dic
     drawn, redrawn = (read_noise(folder / "noise.parquet") for folder in (first, again))
     assert drawn.keys() == redrawn.keys()
     assert all(np.array_equal(drawn[name], redrawn[name]) for name in drawn)
+    assert "was not used" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "draws"), [("dvp", "output, y"), ("ldp-dol", "y"), ("admm", "nothing")])
+def test_noise_that_a_run_does_not_draw_is_told(
+    tmp_path: Path, name: str, draws: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
+    fields = read_noise(simulated(tmp_path / "first", changes, record_noise=True) / "noise.parquet")
+    np.savez(tmp_path / "noise.npz", **fields, z=np.zeros((36, 5, 3)))  # type: ignore[arg-type]
+    simulated(tmp_path / "again", changes, noise=tmp_path / "noise.npz")
+    assert f"noise.npz: z was not used: this run draws {draws}\n" in capsys.readouterr().err
 
 
 def test_rounds_without_a_draw_have_zeros(tmp_path: Path) -> None:

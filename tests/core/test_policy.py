@@ -315,8 +315,8 @@ def test_the_default_is_finite() -> None:
 
 BAD = {
     "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy show` prints one to begin with",
-    "# nothing\n": "p.yaml: a policy must be a mapping of fields, got NoneType",
-    "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got list",
+    "# nothing\n": "p.yaml: a policy must be a mapping of fields, got nothing",
+    "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got a list",
     "{": "p.yaml is not YAML: ",
     "epsilon: 1\nepsilon: 1000": "p.yaml is not YAML: 'epsilon' stands there twice",
     "telemtry: []": "p.yaml: unknown field telemtry; the fields are algorithms, imports, epsilon_per_run, ",

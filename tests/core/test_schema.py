@@ -111,7 +111,10 @@ def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
             r"features\.a\.bounds: the first bound must be below",
         ),
         ({"features": {"a": {"type": "number", "bounds": [0, float("inf")]}}}, "finite"),
-        ({"features": {"a": {"type": "number", "bounds": [False, True]}}}, "must be two numbers .*quotes"),
+        (
+            {"features": {"a": {"type": "number", "bounds": [False, True]}}},
+            r"features\.a\.bounds\.0: must be a number, got False: without quotes YAML takes yes",
+        ),
         (
             {"features": {"a": {"type": "number", "bounds": [0, 1], "mising": "flag"}}},
             r"unknown field features\.a\.mising",
@@ -127,7 +130,7 @@ def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
         ({"features": {"a": {"type": "date", "bounds": ["2021-01-01", "2020-01-01"]}}}, "first bound must be below"),
         ({"features": {"a": {"type": "category", "categories": []}}}, "at least 1"),
         ({"features": {"a": {"type": "category", "categories": [True, False]}}}, "YAML reads yes, no.*quotes"),
-        ({"features": {"a": {"type": "category", "categories": ["north", False]}}}, "YAML reads yes, no"),
+        ({"features": {"a": {"type": "category", "categories": ["north", False]}}}, "YAML reads yes"),
         ({"features": {"a": {"type": "category", "categories": ["a", None]}}}, "must be text or numbers"),
         ({"features": {"a": {"type": "category", "categories": [datetime.date(2020, 1, 1)]}}}, "text or numbers"),
         ({"features": {"a": {"type": "category", "categories": ["a", 1]}}}, "all text or all numbers: .* around 1"),
@@ -176,7 +179,7 @@ def test_a_schema_file_is_read_as_a_spec_is(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot read the schema"):
         load_schema(tmp_path / "none.yaml")
     path.write_text("- a\n", encoding="utf-8")
-    with pytest.raises(SpecError, match="a schema must be a mapping of fields, got list"):
+    with pytest.raises(SpecError, match="a schema must be a mapping of fields, got a list"):
         load_schema(path)
 
 

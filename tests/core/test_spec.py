@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, parse_yaml, spec_schema
+from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+from sottovoce.yaml_files import parse_yaml
 
 pytestmark = pytest.mark.each
 
@@ -130,9 +131,11 @@ def test_a_list_needs_one_number_per_learner(changes: dict[str, Any], text: str)
         build_run(parse_spec(document(**changes), imports=True), 3)
 
 
-@pytest.mark.parametrize("content", [None, 3, "text", ["rounds"]])
-def test_a_spec_is_a_mapping(content: object) -> None:
-    with pytest.raises(SpecError, match=f"must be a mapping of fields, got {type(content).__name__}"):
+@pytest.mark.parametrize(
+    ("content", "form"), [(None, "nothing"), (3, "a number"), ("text", "text"), (["rounds"], "a list")]
+)
+def test_a_spec_is_a_mapping(content: object, form: str) -> None:
+    with pytest.raises(SpecError, match=f"must be a mapping of fields, got {form}$"):
         parse_spec(content, imports=True)
 
 
@@ -153,7 +156,7 @@ def test_nothing_is_said_twice(tmp_path: Path, content: str) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(
-        SpecError, match=r"s\.yaml is not YAML: '(rounds|sigma)' stands there twice in .* line \d, column \d"
+        SpecError, match=r"s\.yaml is not YAML: '(rounds|sigma)' stands there twice \(line \d, column \d+\)"
     ):
         load_spec(path)
 

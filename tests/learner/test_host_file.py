@@ -112,7 +112,7 @@ def test_a_coordinator_stands_in_the_file_or_is_an_option(tmp_path: Path) -> Non
         of(tmp_path, "learners: {a: {coordinator: 'HOST:1'}, b: }", coordinator=None)
     with pytest.raises(SpecError, match="got 'a' twice"):
         named(["a", "a"], OPTIONS)
-    with pytest.raises(SpecError, match="cannot read the learners"):
+    with pytest.raises(SpecError, match="cannot read the file of learners"):
         hosted(tmp_path / "none.yaml", OPTIONS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sottovoce.errors import SpecError
-from sottovoce_rpc.addresses import place_of, require_address
+from sottovoce_rpc.addresses import place_of, place_of_url, require_address, require_host
 
 pytestmark = pytest.mark.each
 
@@ -40,3 +40,58 @@ def test_a_port_may_be_left_to_the_system_where_one_listens() -> None:
 
 def test_a_socket_in_the_file_system_is_an_address() -> None:
     assert require_address("unix:/run/learner.sock", "--listen", listen=True) == "unix:/run/learner.sock"
+
+
+# ---- URLs of others' services ------------------------------------------------------------------------------------------
+
+NATS = {"nats": 4222, "tls": 4222}
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("nats://host", ("nats", "host", 4222)),
+        ("host", ("nats", "host", 4222)),
+        ("host:1/", ("nats", "host", 1)),
+        ("TLS://[::1]", ("tls", "::1", 4222)),
+        ("[::1]:5", ("nats", "::1", 5)),
+    ],
+)
+def test_a_url_has_a_usual_beginning_and_port(url: str, place: tuple[str, str, int]) -> None:
+    assert place_of_url(url, NATS, "--server") == place
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["nats://host:99999", "nats://host:0", "host:0", "nats://host:", "nats://:4222", "nats://", "", "http://host:1", "nats:/host",
+     "nats://host/x", "nats://host?x=1", "nats://host:1,host:2", "nats://a b:1", "nats://::1", "host:http", " nats://host"],
+)  # fmt: skip
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    wanted = r"--server must be like nats://HOST:4222, with a port from 1 to 65535, and begin with nats:// or tls://, or .*, got "
+    with pytest.raises(SpecError, match=wanted) as refused:
+        place_of_url(url, NATS, "--server")
+    assert repr(url) in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["nats://ann:secret@host", "secret@host:1", "nats://ann:se/secret@host:99999"])
+def test_a_secret_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(SpecError, match="--server must hold no user or password") as refused:
+        place_of_url(url, NATS, "--server")
+    assert "secret" not in str(refused.value)
+
+
+def test_what_stands_behind_the_port_is_for_some() -> None:
+    assert place_of_url("https://host/a@b/c?d", {"https": 443}, "--from", path=True) == ("https", "host", 443)
+
+
+@pytest.mark.parametrize("host", ["ward-1.example.org", "10.0.0.1", "[::1]"])
+def test_a_machine(host: str) -> None:
+    assert require_host(host, "--advertise-host") == host
+
+
+@pytest.mark.parametrize("host", ["host:7500", "a b", "", "http://host", "::1", "host/x"])
+def test_what_is_no_machine_is_refused(host: str) -> None:
+    with pytest.raises(
+        SpecError, match="--advertise-host must be the name or address of a machine, without a port, got "
+    ):
+        require_host(host, "--advertise-host")

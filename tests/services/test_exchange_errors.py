@@ -456,7 +456,7 @@ RANDOM = {"sequence": {"kind": "random", "probability": 0.5}}
 LIPSCHITZ = {"kind": "logistic", "feature_bound": 1.0}
 UNFIT = [
     ("{", 3, "SpecError", "the run spec must be JSON: "),
-    ("[1]", 3, "SpecError", "a run spec must be a mapping of fields, got list"),
+    ("[1]", 3, "SpecError", "a run spec must be a mapping of fields, got a list"),
     (document(colour="red"), 3, "SpecError", "unknown field colour"),
     (document(algorithm={"name": "sgd"}), 3, "SpecError", "got 'sgd'"),
     (document(topology=EDGES), 3, "CheckFailed", "the communication graph is not connected"),

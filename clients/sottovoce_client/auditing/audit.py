@@ -230,12 +230,16 @@ def _from_file(path: Path, prepared: Prepared) -> tuple[FloatArray, float]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(told, dict):
-            raise TypeError(type(told).__name__)
+            raise TypeError(f"it holds a {type(told).__name__}")
         if schema is not None:
             return _by_schema(told, schema, prepared, path)
         features, label = np.asarray(told["features"], dtype=np.float64), float(told["label"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error!r}") from None
+    except OSError as error:
+        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error.strerror}") from None
+    except KeyError as error:
+        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: it has no {error}") from None
+    except (ValueError, TypeError) as error:
+        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error}") from None
     _require_bounded(prepared, features, label, str(path))
     return features, label
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -174,36 +174,35 @@ LiveRecords = Annotated[
 ]
 
 
-def _addresses(parameter: typer.CallbackParam, value: Any) -> Any:
-    """Callback of options that are addresses of services, or lists of them.
+def address(
+    *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
+) -> Any:
+    """An option that is an address, or a list of them; as `typer.Option`.
 
-    Raises:
-        SpecError: one is no address.
+    Args:
+        flags, options: as of `typer.Option`.
+        listen: whether it is to be listened on.
+        check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
     """
-    return _held(parameter, value, listen=False)
 
+    def held(parameter: typer.CallbackParam, value: Any) -> Any:
+        from sottovoce_rpc.addresses import require_address
 
-def _places(parameter: typer.CallbackParam, value: Any) -> Any:
-    """Callback of options that are addresses to listen on.
+        what, wrong = parameter.opts[0], list[str]()
+        for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            try:
+                if check is None:
+                    require_address(each, what, listen=listen)
+                else:
+                    check(each, what)
+            except SpecError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise SpecError("\n".join(wrong))
+        # What is done with None there differs between versions of typer.
+        return [] if value is None and getattr(parameter, "multiple", False) else value
 
-    Raises:
-        SpecError: it is no address.
-    """
-    return _held(parameter, value, listen=True)
-
-
-def _held(parameter: typer.CallbackParam, value: Any, *, listen: bool) -> Any:
-    from sottovoce_rpc.addresses import require_address
-
-    for each in value if isinstance(value, list | tuple) else [value] if value else []:
-        require_address(each, parameter.opts[0], listen=listen)
-    # What is done with None there differs between versions of typer.
-    return [] if value is None and getattr(parameter, "multiple", False) else value
-
-
-def address(*flags: str, listen: bool = False, **options: Any) -> Any:
-    """An option that is an address, or a list of them; as `typer.Option`."""
-    return typer.Option(*flags, callback=_places if listen else _addresses, **options)
+    return typer.Option(*flags, callback=held, **options)
 
 
 Listen = Annotated[
@@ -287,17 +286,13 @@ StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends
 def _config(context: typer.Context, path: Path | None) -> Path | None:
     """Defaults from a file: weaker than flags and environment."""
     if path is not None:
-        import yaml
+        from sottovoce.yaml_files import document_of, text_of
 
-        from sottovoce.spec import parse_yaml
-
-        try:
-            defaults = parse_yaml(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-            raise SpecError(f"cannot read the configuration {path}: {' '.join(str(error).split())}") from None
+        text = text_of(path, "a configuration")
+        says = any(line and not line.startswith("#") for line in map(str.strip, text.splitlines()))
+        defaults = dict(document_of(text, str(path), "a configuration")) if says else {}
         known = {parameter.name for parameter in context.command.params}
-        if not isinstance(defaults, dict) or not defaults.keys() <= known:
-            unknown = sorted(defaults.keys() - known) if isinstance(defaults, dict) else type(defaults).__name__
+        if unknown := sorted(map(str, defaults.keys() - known)):
             raise SpecError(
                 f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
             )
@@ -305,10 +300,17 @@ def _config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _backend(backend: str, _: str) -> None:
+    from sottovoce_client.backends import named
+
+    named(backend)
+
+
 WorkedOnBy = Annotated[
     str,
-    typer.Option(
+    address(
         "--backend",
+        check=_backend,
         metavar="WHAT",
         autocompletion=completing.several(("processes", "ray", "dask")),
         help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
@@ -352,7 +354,7 @@ def levels(text: str, least: int = 1) -> tuple[float, ...]:
     return tuple(found)
 
 
-def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
+def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) -> Any:
     """The run and its data, ready to start.
 
     Raises:
@@ -361,7 +363,7 @@ def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     from sottovoce.data.folders import data_folders
     from sottovoce.experiment import prepare
 
-    return prepare(spec, folders=data_folders(), live=live)
+    return prepare(spec, folders=data_folders(), live=live, learned=learned)
 
 
 def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
@@ -374,7 +376,7 @@ def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizo
 
     if spec.data.live or rounds is not None or records is not None:
         return foresee(spec, rounds, 1.0 if records is None else records, horizon)
-    return prepared_from(spec)
+    return prepared_from(spec, learned=False)
 
 
 def folder_for(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:

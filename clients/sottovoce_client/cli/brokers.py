@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sottovoce_client.cli.app import MOST_SECONDS, AllowImports, AsJson, IdentityFolder, Insecure, LogLevel, feed_app
+from sottovoce_client.cli.app import (
+    MOST_SECONDS,
+    AllowImports,
+    AsJson,
+    IdentityFolder,
+    Insecure,
+    LogLevel,
+    address,
+    feed_app,
+)
 from sottovoce_client.cli.feeding import (
     DeadLetters,
     IgnoreUnknown,
@@ -26,9 +35,18 @@ if TYPE_CHECKING:
     from sottovoce_client.feeding.access import Access
 
 PASSWORD = "SOTTOVOCE_FEED_PASSWORD"  # noqa: S105 - of a variable
-Servers = Annotated[
-    list[str], typer.Option("--server", metavar="ADDRESS", help="Of the broker; repeat for several of a cluster.")
-]
+
+
+def _at(broker: str, help_: str = "Of the broker; repeat for several of a cluster.") -> Any:
+    def check(server: str, what: str) -> None:
+        from sottovoce_client.feeding.access import SCHEMES
+        from sottovoce_rpc.addresses import place_of_url
+
+        place_of_url(server, SCHEMES[broker], what)
+
+    return address("--server", check=check, metavar="ADDRESS", help=help_)
+
+
 Begin = Annotated[
     Literal["committed", "start", "new"],
     typer.Option(
@@ -72,7 +90,7 @@ BrokerPatience = Annotated[
 def nats(
     stream: Annotated[str, typer.Argument(help="Of JetStream, with retention by limits.", show_default=False)],
     learner: Learner,
-    server: Servers = ["nats://127.0.0.1:4222"],  # noqa: B006 - Typer copies it
+    server: Annotated[list[str], _at("nats")] = ["nats://127.0.0.1:4222"],  # noqa: B006 - Typer copies it
     subject: Annotated[
         str, typer.Option(help="Messages of this one alone, perhaps with wildcards.", show_default="all of the stream")
     ] = "",
@@ -127,7 +145,7 @@ def redis(
         list[str], typer.Argument(metavar="STREAM...", help="Keys, each a source by its name.", show_default=False)
     ],
     learner: Learner,
-    server: Annotated[str, typer.Option(metavar="ADDRESS", help="Of Redis 7 or newer.")] = "redis://127.0.0.1:6379",
+    server: Annotated[str, _at("redis", "Of Redis 7 or newer.")] = "redis://127.0.0.1:6379",
     database: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Its number.")] = 0,
     field: Annotated[
         str,
@@ -185,7 +203,7 @@ def mqtt(
         typer.Option(help="Identifier of the session that the broker keeps: one for each feeder.", show_default=False),
     ],
     learner: Learner,
-    server: Annotated[str, typer.Option(metavar="ADDRESS", help="Of a broker of MQTT 5.")] = "mqtt://127.0.0.1:1883",
+    server: Annotated[str, _at("mqtt", "Of a broker of MQTT 5.")] = "mqtt://127.0.0.1:1883",
     position: Annotated[
         str,
         typer.Option(
@@ -253,7 +271,7 @@ def kafka(
         list[str], typer.Argument(metavar="TOPIC...", help="Each partition is a source.", show_default=False)
     ],
     learner: Learner,
-    server: Servers = ["127.0.0.1:9092"],  # noqa: B006 - Typer copies it
+    server: Annotated[list[str], _at("kafka")] = ["127.0.0.1:9092"],  # noqa: B006 - Typer copies it
     from_: Begin = "committed",
     group: Group = "",
     user: User = "",

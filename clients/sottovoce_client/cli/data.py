@@ -9,7 +9,7 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import AsJson, data_app
+from sottovoce_client.cli.app import AsJson, address, data_app
 
 
 @data_app.command("list")
@@ -20,6 +20,13 @@ def list_(as_json: AsJson = False) -> None:
     from sottovoce_client.data.catalogue import show
 
     show(data_folders(), terminal.console())
+
+
+def _place(elsewhere: str, what: str) -> None:
+    from sottovoce_client.data.fetch import require_place
+
+    if elsewhere:
+        require_place(elsewhere, what)
 
 
 @data_app.command("fetch")
@@ -38,8 +45,9 @@ def fetch(
     ] = None,
     elsewhere: Annotated[
         str,
-        typer.Option(
+        address(
             "--from",
+            check=_place,
             metavar="PLACE",
             help="A folder or URL that has the original files, in place of their owners' servers.",
             show_default=False,

@@ -44,7 +44,10 @@ def sweep(
     from sottovoce_client.running.simulation import write_table
     from sottovoce_client.running.sweep import sweep as run_all
 
-    asked, wanted = formats(export), dict(map(values_of, changes))
+    asked, listed = formats(export), list(map(values_of, changes))
+    wanted = dict(listed)
+    if len(wanted) < len(listed):
+        raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
     folder = folder_for("sweep", out, ["sweep.parquet"])
@@ -71,13 +74,13 @@ def values_of(text: str) -> tuple[str, list[Any]]:
     Raises:
         SpecError: not so.
     """
-    import yaml
+    from sottovoce.yaml_files import document_of
 
     field, equals, values = text.partition("=")
     try:
-        found = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
-        found = None
+        found = document_of(f"values: [{values}]", f"--set {text}", "a value").get("values")
+    except SpecError as error:
+        raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file: {error}") from None
     if not (field and equals and found):
         raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file, got {text!r}")
     return field, found

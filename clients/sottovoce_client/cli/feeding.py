@@ -114,8 +114,9 @@ def csv(
     as_json: AsJson = False,
 ) -> None:
     """Feed CSV files with a header, each record once."""
-    from sottovoce_client.feeding.files import csv_files
+    from sottovoce_client.feeding.files import csv_files, require_files
 
+    require_files(files)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(
         nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
@@ -143,8 +144,9 @@ def jsonl(
     as_json: AsJson = False,
 ) -> None:
     """Feed files with a JSON object on each line, each record once."""
-    from sottovoce_client.feeding.files import jsonl_files
+    from sottovoce_client.feeding.files import jsonl_files, require_files
 
+    require_files(files)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(
         nullcontext(jsonl_files(files, follow=follow)), target, terms_of(map_, ignore_unknown, dead_letters), log_level
@@ -168,8 +170,10 @@ def parquet(
     as_json: AsJson = False,
 ) -> None:
     """Feed Parquet files, each record once (extra `audit`)."""
+    from sottovoce_client.feeding.files import require_files
     from sottovoce_client.feeding.parquet import parquet_files
 
+    require_files(files)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(nullcontext(parquet_files(files)), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import MOST, AllowImports, AsJson, IdentityFolder, Insecure, app, models_app
 
 if TYPE_CHECKING:
@@ -54,10 +55,11 @@ def predict(
     """
     from sottovoce.spec import load_spec
     from sottovoce_client.documents import require_new
-    from sottovoce_client.models import predicting
+    from sottovoce_client.models import inputs, predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
 
+    inputs.require_file(file)  # before anybody is asked
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
@@ -128,6 +130,8 @@ def export(
     if Path(source).is_dir():
         model = exporting.of_simulation(Path(source), learner or None, replica)
     else:
+        if ":" not in source:
+            raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
         own = None if spec is None else load_spec(spec)
         at = _at(source, learner, identity, insecure)
         model = asyncio.run(exporting.of_learner(at, own, imports=allow_imports))
@@ -144,8 +148,6 @@ def export(
 
 def _at(address: str, learner: str, identity: Path | None, insecure: bool) -> At:
     from sottovoce_client.live.sending import At
-    from sottovoce_rpc.addresses import require_address
     from sottovoce_rpc.credentials import Credentials
 
-    require_address(address, "ADDRESS")
     return At(address, learner, Credentials(identity, insecure))

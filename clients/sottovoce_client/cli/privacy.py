@@ -122,7 +122,7 @@ def policy_check(
     allowed, asked = load_policy(policy), load_spec(spec)
     index = learner_index(asked, learner)
     if features is None:
-        prepared = prepared_from(asked, live=True)
+        prepared = prepared_from(asked, live=True, learned=False)
         run, features = prepared.run, prepared.data.n_features
     else:
         run = build_run(asked, features)

@@ -101,6 +101,10 @@ def up(
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce.spec import load_spec
 
+    if recorded_noise is not None:  # before services are started, each of which reads it
+        from sottovoce.running.transcript import read_noise
+
+        read_noise(recorded_noise)
     services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
     _up(load_spec(spec), out, canaries, **services)
 

@@ -26,6 +26,7 @@ from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce_client.data.convert import convert
 from sottovoce_client.data.unpack import gunzip, unzip
 from sottovoce_client.scratch import scratch
+from sottovoce_rpc.addresses import place_of_url
 
 RETRIES = 2
 """How often a download is begun anew that broke off, or that a server in trouble did not give; after 1 s, then 2."""
@@ -122,17 +123,31 @@ def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
 # ---- where originals are ---------------------------------------------------------------------------------------------
 
 
+def require_place(elsewhere: str, what: str) -> None:
+    """Refuse what is neither a folder nor a URL.
+
+    Args:
+        elsewhere: than at their owners originals are.
+        what: it is, in errors: an option.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if "://" in elsewhere:
+        wanted = f"{what} must be a folder that exists, or a URL, which"
+        place_of_url(elsewhere, {"https": 443, "http": 80}, wanted, path=True)
+    elif not Path(elsewhere).is_dir():
+        raise SpecError(f"{what} must be a folder that exists, or a URL of http or https, got {elsewhere!r}")
+
+
 def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
     """Where to ask for an original, in this order."""
     if not elsewhere:
         return original.places
+    require_place(elsewhere, "--from")
     name = urlsplit(original.places[0]).path.rpartition("/")[2]
     if "://" in elsewhere:
-        if urlsplit(elsewhere).scheme not in ("http", "https"):
-            raise SpecError(f"--from must be a folder, or a URL of http or https, got {elsewhere}")
         return (f"{elsewhere.rstrip('/')}/{name}",)
-    if not Path(elsewhere).is_dir():
-        raise SpecError(f"--from must be a folder that exists, or a URL of http or https, got {elsewhere}")
     paths = [Path(elsewhere) / name, Path(elsewhere) / original.name]  # as it is published, or unpacked already
     return (str(next((path for path in paths if path.is_file()), paths[0])),)
 

@@ -38,6 +38,8 @@ def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> I
 def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
     names = table.columns or tuple(f"column {k}" for k in range(table.features.shape[1]))
     yield f"{spec.data.source}: {plural(len(table.labels), 'record')}, as they are read:"
+    if table.header is not None:
+        yield f"first line: names of the columns, for {table.header}"
     intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
     yield f"features: {len(names)} ({_some(names)}){intercept}"
     label = "label" if table.label is None else f"label, column {table.label!r}"

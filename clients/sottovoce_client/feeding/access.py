@@ -5,11 +5,17 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sottovoce.errors import NotReady, SpecError
 
 _MOST_SECRET = 64 * 1024
+SCHEMES = {
+    "nats": {"nats": 4222, "tls": 4222},
+    "redis": {"redis": 6379, "rediss": 6379},
+    "mqtt": {"mqtt": 1883, "mqtts": 8883},
+    "kafka": {"kafka": 9092},
+}
+"""How the address of a broker begins, the usual form first, and the usual port of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +74,3 @@ def secret_in(path: Path) -> str:
     if not text:
         raise NotReady(f"no password in {path}: it is empty")
     return text
-
-
-def address_of(url: str, schemes: dict[str, int]) -> tuple[str, str, int]:
-    """Scheme, host and port.
-
-    Args:
-        url: such as `nats://host:4222`, or `host:4222`.
-        schemes: that there are, the usual one first, and the usual port of each.
-
-    Raises:
-        SpecError: it is no address, or holds a password.
-    """
-    usual = next(iter(schemes))
-    parts = urlsplit(url if "://" in url else f"{usual}://{url}")
-    if parts.username is not None or parts.password is not None:
-        # What came is not shown: it holds a secret.
-        raise SpecError(
-            "an address must hold no user or password: others see them; give the user, and the password in a file"
-        )
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or parts.scheme not in schemes or parts.path.strip("/") or parts.query:
-        raise SpecError(f"an address must be like {usual}://host:{schemes[usual]}, got {url}")
-    return parts.scheme, host, port or schemes[parts.scheme]

@@ -22,6 +22,19 @@ class Unfit(Exception):
     """A message is no record; its text says why, and quotes nothing."""
 
 
+def map_of(text: str) -> tuple[str, tuple[str, ...]]:
+    """A field, and where it stands, of `FIELD=PATH`.
+
+    Raises:
+        SpecError: it is no such text.
+    """
+    name, equals, path = text.partition("=")
+    steps = tuple(map(normal, path.split(".")))
+    if not equals or not all((normal(name), *steps)):
+        raise SpecError(f"--map must be FIELD=PATH, as age=patient.age, got {text!r}")
+    return normal(name), steps
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Which field of a record stands where in a message. `Fields.of` makes one.
@@ -61,10 +74,7 @@ class Fields:
         own: tuple[str, ...] = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
         paths = dict[str, tuple[str, ...]]()
         for each in maps:
-            name, equals, path = each.partition("=")
-            name, steps = normal(name), tuple(map(normal, path.split(".")))
-            if not equals or not all(steps):
-                raise SpecError(f"--map must be FIELD=PATH, as age=patient.age, got {each!r}")
+            name, steps = map_of(each)
             if name not in own:
                 raise SpecError(
                     f"--map names a field that the run's records do not have: {name!r}; they have {list(own)}"

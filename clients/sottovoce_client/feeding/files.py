@@ -63,6 +63,22 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
 
 
+def require_files(paths: Sequence[Path]) -> None:
+    """`require_file` of all of them, before a learner is asked.
+
+    Raises:
+        DataError: some are none, each of which is told.
+    """
+    wrong = list[str]()
+    for path in paths:
+        try:
+            require_file(path)
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise DataError("\n".join(wrong))
+
+
 @dataclass(frozen=True, slots=True)
 class LinesOfFile:
     """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.

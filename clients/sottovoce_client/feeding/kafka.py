@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady
-from sottovoce_client.feeding.access import Access, address_of
+from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
+from sottovoce_rpc.addresses import place_of_url
 
 Sasl = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
@@ -43,7 +44,7 @@ class _Link:
         self.kafka = import_extra("aiokafka", "aiokafka", "feeding from Kafka", "feed")
         self._admin = import_extra("aiokafka.admin", "aiokafka", "feeding from Kafka", "feed")
         self.errors = import_extra("aiokafka.errors", "aiokafka", "feeding from Kafka", "feed")
-        places = [address_of(each, {"kafka": 9092}) for each in servers]
+        places = [place_of_url(each, SCHEMES["kafka"], "--server") for each in servers]
         self._servers, self._topics = [f"{host}:{port}" for _, host, port in places], list(topics)
         self.what = f"Kafka at {', '.join(self._servers)}"
         self.away = (self.errors.KafkaError, OSError, TimeoutError)

@@ -16,12 +16,13 @@ from typing import Any
 from sottovoce.data.cells import normal
 from sottovoce.data.files import import_extra
 from sottovoce.errors import NotReady
-from sottovoce_client.feeding.access import Access, address_of
+from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Gone, Patience, why_of
 from sottovoce_client.feeding.fields import Unfit, object_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
 from sottovoce_client.feeding.standard_input import NO_POSITION, whole_number
 from sottovoce_client.feeding.unacknowledged import Unacknowledged
+from sottovoce_rpc.addresses import place_of_url
 
 EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
@@ -65,7 +66,7 @@ class _Link:
         self._packets = import_extra("paho.mqtt.packettypes", "paho-mqtt", "feeding from MQTT", "feed").PacketTypes
         self._properties = import_extra("paho.mqtt.properties", "paho-mqtt", "feeding from MQTT", "feed").Properties
         self._subscribe = import_extra("paho.mqtt.subscribeoptions", "paho-mqtt", "feeding from MQTT", "feed")
-        scheme, self._host, self._port = address_of(server, {"mqtt": 1883, "mqtts": 8883})
+        scheme, self._host, self._port = place_of_url(server, SCHEMES["mqtt"], "--server")
         self._tls = Access(tls=True).context() if scheme == "mqtts" and access.context() is None else access.context()
         self._topics, self._client, self._access, self._session_s = list(topics), client, access, session_s
         self.what = f"MQTT at {self._host}:{self._port}"

@@ -21,9 +21,10 @@ from typing import Any
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady, SpecError
-from sottovoce_client.feeding.access import Access, address_of
+from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
+from sottovoce_rpc.addresses import place_of_url
 
 BUCKET, EMPTY = "sottovoce", "an empty message"
 """Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""
@@ -53,8 +54,7 @@ class _Link:
         self.client = import_extra("nats.aio.client", "nats-py", "feeding from NATS", "feed")
         self.errors = import_extra("nats.errors", "nats-py", "feeding from NATS", "feed")
         self.api_errors = import_extra("nats.js.errors", "nats-py", "feeding from NATS", "feed")
-        schemes = {"nats": 4222, "tls": 4222}
-        places = [address_of(each, schemes) for each in servers]
+        places = [place_of_url(each, SCHEMES["nats"], "--server") for each in servers]
         self._servers = [f"{scheme}://{host}:{port}" for scheme, host, port in places]
         tls = access.context() or Access(tls=any(scheme == "tls" for scheme, _, _ in places)).context()
         own = {"user": access.user, "password": access.password} if access.user else {"token": access.password or None}

@@ -20,7 +20,7 @@ import structlog
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
-from sottovoce_client.feeding.fields import Fields
+from sottovoce_client.feeding.fields import Fields, map_of
 from sottovoce_client.feeding.sieve import Sieve, Sifted
 from sottovoce_client.feeding.source import Message, Part, Tabular
 from sottovoce_client.feeding.tally import Account, Tally
@@ -89,6 +89,10 @@ class Terms:
     ignore_unknown: bool = False
     position: str = ""
     dead_letters: Path | None = None
+
+    def __post_init__(self) -> None:
+        for each in self.maps:
+            map_of(each)
 
     def sieve(self, learner: ConnectedLearner) -> Sieve:
         """For the run that a learner is in.

@@ -15,9 +15,10 @@ from typing import Any
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady
-from sottovoce_client.feeding.access import Access, address_of
+from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
+from sottovoce_rpc.addresses import place_of_url
 
 NOT_UTF8, NO_FIELD = "an entry that is not UTF-8", "an entry without the field that holds records"
 _SEQUENCE_BITS, _POSITION_BITS = 20, 63
@@ -52,7 +53,7 @@ class _Link:
         retry = import_extra("redis.asyncio.retry", "redis", "feeding from Redis", "feed")
         backoff = import_extra("redis.backoff", "redis", "feeding from Redis", "feed")
         self.errors = import_extra("redis.exceptions", "redis", "feeding from Redis", "feed")
-        scheme, host, port = address_of(server, {"redis": 6379, "rediss": 6379})
+        scheme, host, port = place_of_url(server, SCHEMES["redis"], "--server")
         tls = dict[str, Any]()
         if scheme == "rediss" or access.context() is not None:
             files = {"ssl_ca_certs": access.ca, "ssl_certfile": access.certificate, "ssl_keyfile": access.key}

@@ -22,6 +22,7 @@ from sottovoce.errors import (
     Unavailable,
 )
 from sottovoce.plain import plain
+from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
@@ -50,6 +51,9 @@ class At:
     address: str
     name: str
     credentials: Credentials
+
+    def __post_init__(self) -> None:
+        require_address(self.address, "the address of a learner")
 
     def channel(self) -> Any:
         """A channel of its own for each try: the identity may have been renewed."""

@@ -84,10 +84,7 @@ class Inputs:
             SpecError: there is no such file, or it is of another format.
             DataError: it is unreadable, or its records are not those of the run.
         """
-        if path.suffix.lower() not in READABLE:
-            raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
-        if not path.is_file():
-            raise SpecError(f"records must be in a file that exists, got {path}")
+        require_file(path)
         rows = self.preparation(self._features(path))
         if rows.shape[1] != self.n_features:
             want, got = (width - self.preparation.intercept for width in (self.n_features, rows.shape[1]))
@@ -118,6 +115,18 @@ class Inputs:
                 f"{path}: a record of this run has {len(self.preparation.shift)} features, got {features.shape[1]}"
             )
         return features
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is no file of records by its name.
+
+    Raises:
+        SpecError: there is no such file, or it is of another format.
+    """
+    if path.suffix.lower() not in READABLE:
+        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
+    if not path.is_file():
+        raise SpecError(f"records must be in a file that exists, got {path}")
 
 
 def _require_same(spec: RunSpec, own: RunSpec) -> None:

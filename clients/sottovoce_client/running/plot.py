@@ -40,6 +40,8 @@ def read_results(path: Path) -> Table:
                 f"{path} has neither a metrics.parquet, which `sottovoce simulate --write metrics` writes, nor a sweep.parquet"
             )
         path = found[0]
+    if not path.is_file():
+        raise CaptureError(f"cannot read the results {path}: it must be a metrics.parquet or sweep.parquet that exists")
     try:
         arrow = parquet().ParquetFile(path).read()
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from rich.console import Console
 from sottovoce.door import Simulation, noise_of, simulate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
-from sottovoce.noise import Recorder
+from sottovoce.noise import RecordedNoise, Recorder
 from sottovoce.running.metrics import Curves
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
@@ -105,6 +106,9 @@ def simulate_to(
         for file in filter(None, (decided, final)):
             file.write(spec.rounds, "decision", done.decisions)
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
+    if isinstance(source, RecordedNoise) and source.left:
+        own = ", ".join(sorted(source.drawn)) or "nothing"
+        print(f"warning: {noise}: {', '.join(source.left)} was not used: this run draws {own}", file=sys.stderr)
     if done.curves is not None:
         write_table(done.metrics, folder / "metrics.parquet")
         write_json(folder / "metrics.json", means(done.curves))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import numpy as np
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.data.cells import OTHER, normal
 from sottovoce.data.files import PLACEMENT, AnyArray, RawTable, import_extra
+from sottovoce.data.first_line import LABELS, why_names
 from sottovoce.data.header import listed
 from sottovoce.errors import DataError, SpecError
 
 _DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _LONGEST_LINE = 2**24
 """Bytes of a header line that are looked at."""
 OTHER_WIDTH = "not as many values as the header"
@@ -36,7 +35,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
         SpecError: no such label column; pyarrow is not installed.
     """
-    table, names = _named_table(path)
+    table, names, header = _named_table(path, label)
     label = _label_column(names, label, path)
     features = [name for name in names if name != label and name not in PLACEMENT]
     if not features:
@@ -49,7 +48,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         raise DataError(f"{path}: {told}; {_DECLARE}, or drop {'it' if len(odd) == 1 else 'them'}")
     matrix = np.column_stack([columns[name] for name in features])
     placed = columns.get("learner"), columns.get("round")
-    return RawTable(as_floats(matrix), columns[label], tuple(features), *placed, label=label)
+    return RawTable(as_floats(matrix), columns[label], tuple(features), *placed, label=label, header=header)
 
 
 def column_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> tuple[FloatArray, tuple[str, ...]]:
@@ -67,8 +66,8 @@ def column_features(path: Path, wanted: Sequence[str] | None, label: str | None)
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
         SpecError: pyarrow is not installed.
     """
-    table, names = _named_table(path)
-    others = {*PLACEMENT, *(("label", "y") if label is None else (label,))}
+    table, names, _ = _named_table(path, label)
+    others = {*PLACEMENT, *(LABELS if label is None else (label,))}
     if wanted is None:
         wanted = [name for name in names if name not in others]
     if lacking := [name for name in wanted if name not in names]:
@@ -102,8 +101,23 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     return columns, learner, rounds
 
 
-def _named_table(path: Path) -> tuple[Any, list[str]]:
-    """A file's records, one at least, and the names of its columns.
+def require_names(path: Path, label: str | None = None) -> None:
+    """Refuse a `.csv` file whose first line is a record.
+
+    Args:
+        path: the file; its suffix tells the format.
+        label: the label column, where somebody has said it.
+
+    Raises:
+        DataError, SpecError: as `read_columns`.
+    """
+    if path.suffix.lower() == ".csv":
+        table = _arrow_table(path)
+        why_names(_names_of(table.schema, path), table.column, label, path)
+
+
+def _named_table(path: Path, label: str | None) -> tuple[Any, list[str], str | None]:
+    """A file's records, one at least, the names of its columns, and why these are names where it is not plain.
 
     Raises:
         DataError: unreadable, without names or without records.
@@ -111,11 +125,10 @@ def _named_table(path: Path) -> tuple[Any, list[str]]:
     """
     table = _arrow_table(path)
     names = _names_of(table.schema, path, compared=str)
-    if path.suffix.lower() == ".csv":
-        _require_header(names, path)
+    why = why_names(names, table.column, label, path) if path.suffix.lower() == ".csv" else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
-    return table, names
+    return table, names, why
 
 
 def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal) -> list[str]:
@@ -136,21 +149,6 @@ def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal)
                 "line a header?"
             )
     return names
-
-
-def _require_header(names: list[str], path: Path) -> None:
-    """Refuse a first line that is a record; it is not quoted. Columns may be numbered: 0, 1, 2, or 2019, 2020.
-
-    Raises:
-        DataError: most of its names are numbers, and do not count up by one.
-    """
-    numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
-    counted = len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers))
-    if 2 * len(numbers) > len(names) and not counted:
-        raise DataError(
-            f"{path} must begin with a line of column names, and {len(numbers)} of the {len(names)} in its first line are "
-            "numbers, as of a record: put a line of names before it, or declare its fields in a schema if they are names"
-        )
 
 
 def _cells(column: Any) -> Any:
@@ -296,7 +294,7 @@ def _in_one_thread(path: Path) -> str:
 
 def default_label(names: list[str]) -> str:
     """The label column where nobody has said which: `label`, else `y`, else the last one."""
-    return next((name for name in ("label", "y") if name in names), names[-1])
+    return next((name for name in LABELS if name in names), names[-1])
 
 
 def _label_column(names: list[str], label: str | None, path: Path) -> str:

@@ -59,13 +59,14 @@ class Dataset:
     test: Labelled | None = None
 
 
-def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) -> Dataset:
+def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), meant: bool = True) -> Dataset:
     """Read the records of `data.source` and map their labels to the domain of the loss.
 
     Args:
         data: where records come from.
         loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
         folders: where the `.npz` files of data sets that have a name are looked for (`data_folders`).
+        meant: whether anybody learns from the labels: as of `map_labels`.
 
     Raises:
         SpecError: there is no such source, or what reads it is not installed.
@@ -77,7 +78,7 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) ->
         return _by_schema(data, data.schema, loss)
     table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    mapped, classes = map_labels(labels, loss, data.positive)
+    mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
     n = len(table.features)
     learner, names = _learner_column(table.learner, data.source)
     rounds = None if table.round is None else _indices(table.round, "round", data.source)

@@ -35,6 +35,7 @@ class RawTable:
         round: `(records,)`.
         test: features and labels that the source itself holds out.
         label: the name of the label column, where the source has names.
+        header: why the first line of a `.csv` file is taken for names.
     """
 
     features: FloatArray
@@ -44,6 +45,7 @@ class RawTable:
     round: AnyArray | None = None
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
+    header: str | None = None
 
 
 def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:

@@ -13,9 +13,12 @@ from sottovoce.losses import Loss
 
 _SHOWN = 12
 """How many labels an error message lists."""
+_TRUTHS = {"yes", "no", "on", "off", "true", "false"}
 
 
-def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
+def map_labels(
+    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, meant: bool = True
+) -> tuple[FloatArray, IntArray]:
     """Labels in the domain of the loss, and the class of each record.
 
     Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
@@ -26,6 +29,7 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
         labels: `(records,)`, finite numbers or text.
         loss: the loss of the run.
         positive: labels that count as 1.
+        meant: whether anybody learns from them. Else the only label of a file is 0 where nothing says which it is.
 
     Returns:
         Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
@@ -41,7 +45,9 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
             raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(texts_of(distinct))}")
         return as_floats(labels), classes
     if loss.binary and len(distinct) < 2:
-        return np.full(len(labels), _of_one(texts_of(distinct)[0], loss, positive)), classes
+        only = texts_of(distinct)[0]
+        known = meant or positive is not None or only in ("0", "1")
+        return np.full(len(labels), _of_one(only, loss, positive) if known else 0.0), classes
     return class_labels(texts_of(distinct), loss, positive, "that occur")[classes], classes
 
 
@@ -89,7 +95,9 @@ def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, t
         return as_floats(2 * np.arange(len(texts)) >= len(texts))
     wanted = {str(label) for label in positive}
     if unknown := sorted(wanted - set(texts)):
-        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}")
+        bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
+        advice = "; without quotes YAML takes yes, no, on and off for 1 and 0: put quotes around them" if bare else ""
+        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):
         raise SpecError(f"data.positive must name some of the labels {_listed(texts)}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])

@@ -51,12 +51,6 @@ def _words(value: object) -> object:
     return value
 
 
-def _bounds_of_numbers(value: object) -> object:
-    if isinstance(value, list | tuple) and any(isinstance(each, bool) for each in value):
-        raise ValueError(f"must be two numbers ({_QUOTE})")
-    return value
-
-
 def _bounds_of_days(value: object) -> object:
     if isinstance(value, list | tuple) and not all(map(_is_day, value)):
         raise ValueError("must be two days such as 2020-01-31")
@@ -96,7 +90,7 @@ def _unquoted(categories: tuple[str | int | float, ...]) -> str:
 
 
 Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
-_Bounds = Annotated[tuple[Finite, Finite], BeforeValidator(_bounds_of_numbers), AfterValidator(_ordered)]
+_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_ordered)]
 _Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
 Categories = Annotated[Words, AfterValidator(_distinct)]
 

@@ -88,8 +88,16 @@ class RecordedNoise:
     """
 
     fields: Mapping[str, FloatArray]
+    drawn: set[str] = field(default_factory=set, compare=False)
+    """Fields that were asked for: which an algorithm draws need not be those that it says."""
+
+    @property
+    def left(self) -> list[str]:
+        """Fields that nobody has asked for."""
+        return sorted(self.fields.keys() - self.drawn)
 
     def __call__(self, draw: Draw) -> FloatArray:
+        self.drawn.add(draw.field)
         rounds = self.fields.get(draw.field, ())
         if draw.round >= len(rounds):
             raise SpecError(

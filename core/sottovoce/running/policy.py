@@ -25,7 +25,8 @@ from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce.registry import Count, Positive, Section
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import, document_of
+from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import
+from sottovoce.yaml_files import document_of, text_of
 
 LONGEST_FILE = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
@@ -291,14 +292,7 @@ def load_policy(path: Path | None) -> Policy:
     """
     if path is None:
         return Policy()
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LONGEST_FILE + 1)
-        text = raw.decode("utf-8", "strict" if len(raw) <= LONGEST_FILE else "ignore")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read the policy {path}: {error}") from None
-    if len(raw) > LONGEST_FILE:
-        raise SpecError(f"{path}: a policy has at most {LONGEST_FILE} bytes, got more; {_BEGIN}")
+    text = text_of(path, "a policy", LONGEST_FILE)
     if not text.strip():
         raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
     document = document_of(text, str(path), "a policy")

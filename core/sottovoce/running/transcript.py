@@ -251,6 +251,8 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     Raises:
         CaptureError: unreadable, or of another shape.
     """
+    if path.suffix not in (".npz", ".parquet") or not path.is_file():
+        raise CaptureError(f"cannot read the noise file {path}: it must be a .npz or .parquet file that exists")
     arrays = _arrays(path) if path.suffix == ".npz" else _read(path)
     for name, array in arrays.items():
         if array.ndim not in (3, 4) or not np.isfinite(array).all():

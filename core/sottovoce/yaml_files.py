@@ -1,0 +1,182 @@
+"""What people write as YAML: specs, schemas, policies, options.
+
+YAML reads some of it as nobody means it. What has one meaning for a person is read so; what has two is refused, with its line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sottovoce.errors import SpecError
+
+LONGEST = 16 * 1024 * 1024
+"""Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
+_MERGE = "tag:yaml.org,2002:merge"
+_MOST_BITS = 2**13
+"""Of a whole number: longer ones are not even printed."""
+_FORMS = {"NoneType": "nothing", "str": "text", "list": "a list", "int": "a number", "float": "a number"}
+_KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date"}
+_ODD = {"\t": "a tab", "\u00a0": "a no-break space"}
+"""What looks like a blank, and is none."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which nothing is said twice, 012 is not ten, and 1:30 not ninety.
+
+    Of two limits under one name the first would be lost without a word.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        said = set[Any]()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE else None
+            if name in said:
+                raise _refusal(f"{name!r} stands there twice", key)
+            if name is not None:
+                said.add(name)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            form = node.tag.rpartition(":")[2]
+            why = f": {error}" if form == "timestamp" and isinstance(error, ValueError) else ""
+            raise _refusal(
+                f"{str(node.value)[:40]!r} is no {_KINDS.get(form, form)} that there is{why}", node
+            ) from None
+
+    def number(self, node: yaml.ScalarNode) -> int | float:
+        """A number that is what a person means by it."""
+        text = str(node.value)
+        value: int | float = (
+            self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+        )
+        digits = text.replace("_", "").lstrip("+-")
+        if ":" in text:
+            raise _Misread(f"{text} is {value:g} in YAML, as minutes and seconds: write {value:g}", node)
+        if re.fullmatch("0[0-7]+", digits):
+            raise _Misread(f"{text} is {value} in YAML, for it begins with 0: write {digits.lstrip('0') or '0'}", node)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ValueError
+        return value
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.number)
+
+
+class _Misread(yaml.MarkedYAMLError):
+    """It is YAML, and means something else there than to a person."""
+
+    def __init__(self, text: str, node: yaml.Node) -> None:
+        super().__init__(None, None, f"{text}, or put quotes around it if it is text", node.start_mark)
+        self.line = node.start_mark.line + 1
+
+
+def _refusal(text: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text says as YAML.
+
+    Raises:
+        YAMLError: it is none, a mapping has a key twice, or a value is none or not what a person means by it.
+        RecursionError: it is nested too deep.
+    """
+    return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+
+
+def text_of(path: Path, what: str, most: int = LONGEST) -> str:
+    """The text of a file.
+
+    Args:
+        path: of the file.
+        what: it should be, with its article.
+        most: bytes of it.
+
+    Raises:
+        SpecError: unreadable, too long, or not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most + 1)
+    except OSError as error:
+        raise SpecError(f"cannot read {_the(what)} {path}: {error.strerror}") from None
+    if len(raw) > most:
+        raise SpecError(f"{path}: {what} has at most {most} bytes, got more")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        found = "it is UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else f"line {line} is not"
+        raise SpecError(f"cannot read {_the(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8") from None
+
+
+def _the(what: str) -> str:
+    return what.replace("a ", "the ", 1)
+
+
+def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+    """What a text says as YAML, not checked yet.
+
+    Args:
+        text: of a file.
+        source: what errors call it.
+        what: it should be.
+
+    Raises:
+        SpecError: not YAML, or no mapping of fields.
+    """
+    try:
+        document = parse_yaml(text)
+    except _Misread as error:
+        raise SpecError(f"{source}, line {error.line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
+    except RecursionError:
+        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
+    return fields_of(document, source, what)
+
+
+def fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+    """The same document, if it is a mapping of fields.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if isinstance(document, Mapping):
+        return document
+    form = type(document).__name__
+    colon = isinstance(document, str) and re.search(r":\S", document)
+    advice = ": a blank must stand behind each colon" if colon else ""
+    raise SpecError(f"{source}: {what} must be a mapping of fields, got {_FORMS.get(form, form)}{advice}")
+
+
+def _wrong_with(error: yaml.YAMLError, text: str) -> str:
+    """What is wrong with a text that is no YAML, and in which line: one sentence."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"a character that is no text, U+{error.character:04X}, stands in line {line}"
+    mark = getattr(error, "problem_mark", None)
+    told, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
+    if mark is None:
+        return told
+    if told.startswith("but found another document"):
+        return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
+    line, column = mark.line, mark.column
+    near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
+    if odd := next(((k, at.index(sign), name) for k, at in near for sign, name in _ODD.items() if sign in at), None):
+        line, column, name = odd
+        told, advice = f"{name} stands there", ": put a blank in its place"
+    elif told.startswith("mapping values are not allowed"):
+        advice = "; is a line indented too far, or must text with a colon stand in quotes?"
+    elif told == "found unhashable key":
+        told = "the name of a field must be text"
+    return f"{' '.join(told.split())} (line {line + 1}, column {column + 1}){advice}"
