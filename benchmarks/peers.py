@@ -42,7 +42,7 @@ START_S, STALL_S = 240.0, 90.0
 """Seconds until a peer's first round, and between two of its rounds, after which it is given up."""
 TORCH = "torch==2.13.0"
 
-console = Console(width=None if sys.stdout.isatty() else 170)
+console = Console() if sys.stdout.isatty() else Console(width=240)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Idle(Learner):
 def settings(period_s: float) -> None:
     """Those of its examples, or with a period of their own for all that a round waits for."""
     set_standalone_settings()
-    Settings.heartbeat.TIMEOUT = 60  # at 5 or 10 s a busy machine's nodes lose each other
+    Settings.heartbeat.TIMEOUT = 60  # at 5 s, its default, nodes of a busy machine took each other for dead
     if period_s:
         Settings.general.GRPC_TIMEOUT = 1  # how long a circle of nodes, each of which waits for the next, stands still
         Settings.gossip.PERIOD = Settings.gossip.MODELS_PERIOD = period_s
