@@ -116,7 +116,7 @@ def csv(
     """Feed CSV files with a header, each record once."""
     from sottovoce_client.feeding.files import csv_files, require_files
 
-    require_files(files)
+    require_files(files, dead_letters)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(
         nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
@@ -146,7 +146,7 @@ def jsonl(
     """Feed files with a JSON object on each line, each record once."""
     from sottovoce_client.feeding.files import jsonl_files, require_files
 
-    require_files(files)
+    require_files(files, dead_letters)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(
         nullcontext(jsonl_files(files, follow=follow)), target, terms_of(map_, ignore_unknown, dead_letters), log_level
@@ -173,7 +173,7 @@ def parquet(
     from sottovoce_client.feeding.files import require_files
     from sottovoce_client.feeding.parquet import parquet_files
 
-    require_files(files)
+    require_files(files, dead_letters)
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     feed_from(nullcontext(parquet_files(files)), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
 

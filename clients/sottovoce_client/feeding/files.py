@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce.errors import DataError
+from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, anything
 from sottovoce_client.feeding.source import Message, Misfit, Part, Unreadable
 
@@ -63,11 +63,16 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
 
 
-def require_files(paths: Sequence[Path]) -> None:
+def require_files(paths: Sequence[Path], dead_letters: Path | None = None) -> None:
     """`require_file` of all of them, before a learner is asked.
+
+    Args:
+        paths: of files that are fed.
+        dead_letters: the file that takes what is no record; None: none does.
 
     Raises:
         DataError: some are none, each of which is told.
+        SpecError: one of them would take what is no record.
     """
     wrong = list[str]()
     for path in paths:
@@ -77,6 +82,8 @@ def require_files(paths: Sequence[Path]) -> None:
             wrong.append(str(error))
     if wrong:
         raise DataError("\n".join(wrong))
+    if dead_letters is not None and dead_letters.exists() and any(map(dead_letters.samefile, paths)):
+        raise SpecError(f"--dead-letters must be another file than those that are fed, got {dead_letters}")
 
 
 @dataclass(frozen=True, slots=True)

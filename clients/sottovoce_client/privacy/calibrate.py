@@ -100,12 +100,16 @@ def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horiz
     Raises:
         SpecError: an option is not of its form, names nobody, or a learner is left without a target.
     """
-    targets = [epsilon] * spec.n_learners
+    targets, named = [epsilon] * spec.n_learners, set[int]()
     for each in single:
         name, equals, value = each.rpartition("=")
         if not equals:
             raise SpecError(f"--learner must be NAME=EPSILON, got {each}")
-        targets[learner_index(spec, name)] = _number("--learner NAME=EPSILON", value)
+        learner = learner_index(spec, name)
+        if learner in named:
+            raise SpecError(f"--learner must name each learner once, got {name} twice")
+        named.add(learner)
+        targets[learner] = _number("--learner NAME=EPSILON", value)
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
         raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --epsilon")
