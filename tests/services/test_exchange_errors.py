@@ -808,8 +808,9 @@ async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_capture_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "captures").write_text("a file, not a folder", encoding="utf-8")
+    """Also where it is lost after the eavesdropper has begun, which refuses a file at its start."""
     async with network(tmp_path, NAMES) as up:
+        (tmp_path / "captures").write_text("a file, not a folder", encoding="utf-8")
         failure = await start(up.coordinator, document(capture="mirror"))
     assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "CaptureError")
     assert "cannot write to the folder" in (failure.details() or "")
