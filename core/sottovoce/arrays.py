@@ -50,9 +50,16 @@ class Batch:
 
     def known_bounded(self, loss: object) -> Batch:
         """The same records, known to obey the bounds of a loss."""
-        same = Batch(self.features, self.labels, self.present)
-        object.__setattr__(same, "bounded_by", loss)
-        return same
+        return Batch.obeying(loss, self.features, self.labels, self.present)
+
+    @classmethod
+    def obeying(
+        cls, loss: object, features: FloatArray, labels: FloatArray, present: FloatArray | None = None
+    ) -> Batch:
+        """Records that are known to obey the bounds of a loss."""
+        batch = cls(features, labels, present)
+        object.__setattr__(batch, "bounded_by", loss)
+        return batch
 
     @classmethod
     def empty(cls, n_features: int) -> Batch:

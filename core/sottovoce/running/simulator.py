@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -72,9 +73,10 @@ def simulate(
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     earlier: dict[str, list[FloatArray]] = {name: [] for name in algorithm.field_shapes()} if used is not None else {}
     for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
-        there = roster.there(t)
-        all_there = always or bool(there.all())
-        state, message = algorithm.speak(state, noise if all_there else hushed(noise, there))
+        there = None if always else roster.there(t)
+        if there is not None and there.all():
+            there = None
+        state, message = algorithm.speak(state, noise if there is None else hushed(noise, there))
         before = algorithm.decision(state)
         mixing = run.network.at(t)
         heard = HeardByAll(mixing, run.clipping.of_all(t, message))
@@ -87,7 +89,7 @@ def simulate(
             last = on_time(run.network, t) if used is None or t == 0 else used[t - 1]
             field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
             message = Message({**message.fields, USED: field})
-        if not all_there:
+        if there is not None:
             message = unsaid(message, there)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 
@@ -122,6 +124,5 @@ def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
         features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         obey = all(map(np.array_equal, (features, labels), loss.enforce(features, labels)))
-        for batch in map(Batch, features, labels):
-            yield batch.known_bounded(loss) if obey else batch
+        yield from map(partial(Batch.obeying, loss) if obey else Batch, features, labels)
         t += many
