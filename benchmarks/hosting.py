@@ -255,7 +255,9 @@ async def measure(case: Case, folder: Path) -> Sample:
         before, at, t = [coordinator.cpu_s, *(host.cpu_s for host in hosts)], time.monotonic(), await done(stub)
         end = await reach(stub, case.planned - 1, feeding)
         seconds, used = time.monotonic() - at, [coordinator.cpu_s, *(host.cpu_s for host in hosts)]
-        rounds, blocked = end - t, await coordinator.blocked_ms()
+        if not (rounds := end - t):
+            raise SottovoceError(f"the run was over before it was looked at: {case.planned} rounds are too few")
+        blocked = await coordinator.blocked_ms()
         spent = [1e6 * (now - then) / rounds / case.learners for now, then in zip(used, before, strict=True)]
         memory = sum(host.seen.memory_info().rss for host in hosts) / 2**20
         held = sum(host.seen.num_fds() for host in hosts)
@@ -296,7 +298,7 @@ async def reach(stub: learner_pb2_grpc.LearnerAsyncStub, target: int, feeding: a
     while (now := await done(stub)) < target:
         if feeding.done():
             feeding.result()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
     return now
 
 
@@ -328,7 +330,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("learners", nargs="*", type=int, help=f"how many (default: {LEARNERS})")
     parser.add_argument("--graph", choices=GRAPHS, default="ring", help="who talks to whom (default: ring)")
     parser.add_argument("--hosts", type=int, default=1, help="processes that share the learners (default: 1)")
-    parser.add_argument("--rounds", type=int, help="measured (default: 20000 learner-rounds, 100 to 1000 rounds)")
+    parser.add_argument("--rounds", type=int, help="measured (default: 50000 learner-rounds, 100 to 10000 rounds)")
     parser.add_argument("--state", action="store_true", help="the coordinator keeps its state: every grant is synced")
     parser.add_argument("--quick", action="store_true", help="5 and 20 learners, few rounds: does it run at all?")
     parser.add_argument("--folder", type=Path, help="where states are written (default: a temporary one)")
@@ -336,7 +338,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--serve", metavar="STATE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.learners, options.rounds = [5, 20], 30
+        options.learners, options.rounds = [5, 20], 200
     options.learners = options.learners or list(LEARNERS)
     if min(options.learners) < 3 or options.hosts < 1:
         parser.error("there must be at least 3 learners, and one host")
@@ -353,7 +355,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # this process feeds all of them
     samples, failed = list[Sample](), 0
     for learners in options.learners:
-        rounds = options.rounds or min(max(20_000 // learners, 100), 1_000)
+        rounds = options.rounds or min(max(50_000 // learners, 100), 10_000)
         case = Case(learners, options.graph, options.hosts, rounds, options.state)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             try:
