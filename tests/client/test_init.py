@@ -86,6 +86,8 @@ def _written(folder: Path, kind: str) -> tuple[Path, list[str]]:
     return path, []
 
 
+PLACED = {"own learners", "own rounds"}
+"""Records that the file places: none is held out to scale by."""
 KINDS = [
     "text",
     "three",
@@ -117,7 +119,8 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert (code, err) == (0, "")
     told = json.loads(out)
     code, out, err = here("spec", "check", str(spec))
-    assert (code, err) == (0, "") and "warning" not in out and out.endswith("fine\n")
+    assert (code, err) == (0, "") and out.endswith("fine\n")
+    assert ("warning" in out) == (kind in PLACED)
     prepared = prepare(load_spec(spec))
     spent = epsilons(prepared.run, prepared.data, per="record")
     wished = float(epsilon)
@@ -125,6 +128,19 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert all(0.997 * wished <= each <= wished for each in spent)
     assert all(len(np.unique(own.order)) == len(own.order) for own in prepared.data.learners)  # each record once
     assert load_spec(spec).budget_of(0) == wished
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_where_nothing_scales_the_features(tmp_path: Path, here: Here, kind: str) -> None:
+    path, options = _written(tmp_path, kind)
+    spec = tmp_path / "own.yaml"
+    code, out, _ = here("init", str(path), *options, "--out", str(spec))
+    said = "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema"
+    text = spec.read_text(encoding="utf-8")
+    assert code == 0
+    assert (said in out) == (f"  # {said}" in text) == ("scale: none" in text) == (kind in PLACED)
+    _, out, _ = here("spec", "check", str(spec), "--json")
+    assert [each["code"] for each in json.loads(out)["warnings"]] == ["LONG_ROWS"] * (kind in PLACED)
 
 
 @pytest.mark.parametrize("rounds", [2, 5, 40, 10_000])
