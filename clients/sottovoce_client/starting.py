@@ -153,7 +153,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         asking.number("rounds: fewer have larger batches, and cost less accuracy", wishes.rounds, ROUNDS, "--rounds")
     )
     document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
-    document |= {"capture": "relay" if _many(document) > 1 else "none", "telemetry": {"predict": True}}
+    document |= {"capture": "relay"} if _many(document) > 1 else {"capture": "none", "telemetry": {"predict": True}}
     spec = first_spec(document, dataset, epsilon, rounds)
     shares = place(spec, dataset)
     spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
@@ -451,7 +451,12 @@ def _lines(
     yield ""
     yield f"privacy: {{budget: {_flow(wished)}}}  # a learner that would exceed it stops speaking"
     yield f"capture: {spec.capture}  # relay: an eavesdropper stands on every edge, for an audit; none: nobody does"
-    yield "telemetry: {predict: true}  # learners answer their owners; accuracy of the summary needs it. Its policy must allow it"
+    if spec.telemetry.predict:
+        yield "# Nothing is overheard of a single learner: its answers give the accuracy."
+    else:
+        yield "# For `sottovoce predict`. Accuracy on held-out records does without: it is measured from the capture."
+    off = "" if spec.telemetry.predict else "# "
+    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy show`)"
 
 
 def next_commands(spec: str) -> tuple[str, ...]:

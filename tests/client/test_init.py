@@ -18,6 +18,7 @@ from pyarrow import csv, parquet
 from sottovoce.budget.calibration import epsilons
 from sottovoce.errors import SpecError
 from sottovoce.experiment import prepare
+from sottovoce.running.policy import Policy
 from sottovoce.spec import load_spec
 from sottovoce_client.starting import Wishes, begin
 from tests.client.test_cli import here as here
@@ -153,6 +154,17 @@ def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
     for own in data.learners:
         assert set(np.diff(own.offsets)[:-1]) == {begun.spec.data.batch_size}
     assert begun.left < 60 // min(rounds - 1, 60) + rounds - 1
+
+
+@pytest.mark.parametrize(("learners", "telemetry"), [("1", True), ("3", False)])
+def test_what_is_overheard_needs_no_telemetry(tmp_path: Path, learners: str, telemetry: bool) -> None:
+    """So a learner by the default policy takes part; a single one has no neighbour that could be overheard."""
+    path, _ = _written(tmp_path, "npz")
+    begun = begin(Wishes(path, learners=learners), tmp_path, None, print)
+    document = yaml.safe_load(begun.text)
+    assert begun.spec.telemetry.predict is ("telemetry" in document) is telemetry
+    if not telemetry:
+        Policy().admit(begun.spec, prepare(begun.spec).data.n_features, 0)
 
 
 def test_its_comments_say_what_was_chosen_and_what_comes_next(
