@@ -351,6 +351,10 @@ BAD = {
     "telemetry: accuracy": "p.yaml: telemetry: must be a list, got 'accuracy': write [accuracy]",
     "telemetry: [loss]": "p.yaml: telemetry.0: must be 'accuracy' or 'predict', got 'loss'",
     "recorded: always": "p.yaml: recorded: must be a list, got 'always': write [always]",
+    "recorded: [relay, never]": (
+        "p.yaml: recorded: must be some of 'relay', 'mirror' and 'wiretap', got ['relay', 'never']; `never` stands alone: "
+        "`recorded: never`"
+    ),
     "coordinators: [learner/main]": "coordinators: must name one or more as coordinator/NAME, got ['learner/main']",
     "coordinators: []": "p.yaml: coordinators: must name one or more as coordinator/NAME, got []",
     "eavesdroppers: [ear]": "p.yaml: eavesdroppers: must name one or more as eavesdropper/NAME, got ['ear']",

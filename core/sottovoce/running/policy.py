@@ -69,6 +69,12 @@ def _of_role(role: str) -> AfterValidator:
 
 
 def _ways(value: object) -> object:
+    if isinstance(value, list) and "never" in value:
+        raise PydanticCustomError(
+            "way",
+            "must be some of 'relay', 'mirror' and 'wiretap', got {got}; `never` stands alone: `recorded: never`",
+            {"got": str(value)},
+        )
     return () if value == "never" else value
 
 
@@ -124,8 +130,8 @@ class Policy(Section):
     private model, to whoever asks)."""
     recorded: _Ways = ("relay", "mirror", "wiretap")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
-    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may), or `never`. A guarantee
-    holds for whoever hears every message."""
+    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may); or `recorded: never`,
+    alone. A guarantee holds for whoever hears every message."""
     eavesdroppers: _Eavesdroppers | None = None
     """Who may record, as `eavesdropper/NAME` of its certificate; null: any of the deployment. Needs an identity."""
     coordinators: _Coordinators | None = None
