@@ -42,6 +42,10 @@ SCALES = ("standard", "range", "none")
 TASKS = ("classify", "regress")
 _SHOWN = 12
 """Columns and labels that are named."""
+_UNSCALED = (
+    "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema with "
+    "bounds"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Begun:
         text: the commented file.
         epsilon: of the dearest record, by the product's own accounting.
         records: that learners have, all together; and that nobody learns, at most, of each learner.
+        unscaled: why features are not scaled where nobody chose that, and what to do; else empty.
     """
 
     spec: RunSpec
@@ -95,6 +100,7 @@ class Begun:
     epsilon: float
     records: int
     left: int
+    unscaled: str
 
 
 def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
@@ -120,7 +126,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     document |= {"decision_set": {"kind": "l2_ball", "radius": _radius(loss)}}
     dataset = _loaded(document)
     document["learners"] = _learners(wishes, dataset, asking)
-    placed = dataset.learner is not None or dataset.round is not None
+    placed, unscaled = dataset.learner is not None or dataset.round is not None, ""
     if dataset.learner is None:
         told = asking.one(
             "how records are dealt to learners", wishes.partition, "iid", tuple(PARTITIONS), "--partition"
@@ -140,12 +146,14 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     elif wishes.scale not in (None, "none"):
         why = "a schema scales by its bounds" if wishes.schema else "no record of this file is held out"
         raise SpecError(f"--scale must be left out or none, for {why}, got {wishes.scale}")
+    elif wishes.schema is None:
+        unscaled = _UNSCALED
     epsilon = asking.number("epsilon per record: 1 is strict, 4 is loose", wishes.epsilon, _EPSILON, "--epsilon")
     rounds = int(
         asking.number("rounds: fewer have larger batches, and cost less accuracy", wishes.rounds, ROUNDS, "--rounds")
     )
     document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
-    document |= {"capture": "relay" if _many(document) > 1 else "none", "telemetry": {"predict": True}}
+    document |= {"capture": "relay"} if _many(document) > 1 else {"capture": "none", "telemetry": {"predict": True}}
     spec = first_spec(document, dataset, epsilon, rounds)
     shares = place(spec, dataset)
     spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
@@ -153,8 +161,8 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     used = [int(own.offsets[-2]) for own in shares.learners]
     left = max(own - learned for own, learned in zip(have, used, strict=True))
     held = len(shares.test_labels)
-    text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held))) + "\n"
-    return Begun(spec, text, spent, sum(have), left)
+    text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
+    return Begun(spec, text, spent, sum(have), left, unscaled)
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------
@@ -374,12 +382,14 @@ class Dealt:
         have: by learner.
         left: of a learner's, at most, that no message shows.
         held: out.
+        unscaled: why features are not, where nobody chose that.
     """
 
     epsilon: float
     have: Sequence[int]
     left: int
     held: int
+    unscaled: str
 
 
 def _lines(
@@ -434,12 +444,19 @@ def _lines(
     yield "  reuse: false  # each record once"
     if dealt.held:
         yield f"  # {count(dealt.held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+    if dealt.unscaled:
+        yield f"  # {dealt.unscaled}"
     if wishes.schema is None:
         yield f"  scale: {spec.data.scale}"
     yield ""
     yield f"privacy: {{budget: {_flow(wished)}}}  # a learner that would exceed it stops speaking"
     yield f"capture: {spec.capture}  # relay: an eavesdropper stands on every edge, for an audit; none: nobody does"
-    yield "telemetry: {predict: true}  # learners answer their owners; accuracy of the summary needs it. Its policy must allow it"
+    if spec.telemetry.predict:
+        yield "# Nothing is overheard of a single learner: its answers give the accuracy."
+    else:
+        yield "# For `sottovoce predict`. Accuracy on held-out records does without: it is measured from the capture."
+    off = "" if spec.telemetry.predict else "# "
+    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy show`)"
 
 
 def next_commands(spec: str) -> tuple[str, ...]:

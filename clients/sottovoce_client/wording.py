@@ -13,6 +13,7 @@ UNASKED = (
     "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
     "telemetry: {predict: true} in the spec, and where their owners allow it"
 )
+UNHELD = "not known: no record is held out to measure it on (where a file places its records, only its test part is)"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -301,6 +301,13 @@ def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
     )
 
 
+def test_where_no_record_is_held_out_no_telemetry_is_advised() -> None:
+    unknown = replace(summary_of(replace(learner("a"), test_accuracy=None)), test_records=0, central_accuracy=None)
+    for text in (" ".join(printed(unknown).split()), run_page(unknown).html()):
+        assert "not known: no record is held out to measure it on" in text
+        assert "telemetry: {predict: true}" not in text
+
+
 def test_accuracies_that_were_measured_here_say_so_and_what_publishing_them_costs() -> None:
     made = replace(summary(), measured="the model follows from messages: it costs nothing more")
     for text in (" ".join(printed(made).split()), run_page(made).html()):

@@ -18,6 +18,7 @@ from pyarrow import csv, parquet
 from sottovoce.budget.calibration import epsilons
 from sottovoce.errors import SpecError
 from sottovoce.experiment import prepare
+from sottovoce.running.policy import Policy
 from sottovoce.spec import load_spec
 from sottovoce_client.starting import Wishes, begin
 from tests.client.test_cli import here as here
@@ -86,6 +87,8 @@ def _written(folder: Path, kind: str) -> tuple[Path, list[str]]:
     return path, []
 
 
+PLACED = {"own learners", "own rounds"}
+"""Records that the file places: none is held out to scale by."""
 KINDS = [
     "text",
     "three",
@@ -117,7 +120,8 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert (code, err) == (0, "")
     told = json.loads(out)
     code, out, err = here("spec", "check", str(spec))
-    assert (code, err) == (0, "") and "warning" not in out and out.endswith("fine\n")
+    assert (code, err) == (0, "") and out.endswith("fine\n")
+    assert ("warning" in out) == (kind in PLACED)
     prepared = prepare(load_spec(spec))
     spent = epsilons(prepared.run, prepared.data, per="record")
     wished = float(epsilon)
@@ -125,6 +129,19 @@ def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
     assert all(0.997 * wished <= each <= wished for each in spent)
     assert all(len(np.unique(own.order)) == len(own.order) for own in prepared.data.learners)  # each record once
     assert load_spec(spec).budget_of(0) == wished
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_where_nothing_scales_the_features(tmp_path: Path, here: Here, kind: str) -> None:
+    path, options = _written(tmp_path, kind)
+    spec = tmp_path / "own.yaml"
+    code, out, _ = here("init", str(path), *options, "--out", str(spec))
+    said = "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema"
+    text = spec.read_text(encoding="utf-8")
+    assert code == 0
+    assert (said in out) == (f"  # {said}" in text) == ("scale: none" in text) == (kind in PLACED)
+    _, out, _ = here("spec", "check", str(spec), "--json")
+    assert [each["code"] for each in json.loads(out)["warnings"]] == ["LONG_ROWS"] * (kind in PLACED)
 
 
 @pytest.mark.parametrize("rounds", [2, 5, 40, 10_000])
@@ -137,6 +154,17 @@ def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
     for own in data.learners:
         assert set(np.diff(own.offsets)[:-1]) == {begun.spec.data.batch_size}
     assert begun.left < 60 // min(rounds - 1, 60) + rounds - 1
+
+
+@pytest.mark.parametrize(("learners", "telemetry"), [("1", True), ("3", False)])
+def test_what_is_overheard_needs_no_telemetry(tmp_path: Path, learners: str, telemetry: bool) -> None:
+    """So a learner by the default policy takes part; a single one has no neighbour that could be overheard."""
+    path, _ = _written(tmp_path, "npz")
+    begun = begin(Wishes(path, learners=learners), tmp_path, None, print)
+    document = yaml.safe_load(begun.text)
+    assert begun.spec.telemetry.predict is ("telemetry" in document) is telemetry
+    if not telemetry:
+        Policy().admit(begun.spec, prepare(begun.spec).data.n_features, 0)
 
 
 def test_its_comments_say_what_was_chosen_and_what_comes_next(

@@ -56,6 +56,18 @@ def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
     assert "2 learners, 2 features: fine" in text
 
 
+@pytest.mark.parametrize(("times", "more"), [(2, ""), (100, ", scale: standard"), (100, "")])
+def test_rows_that_a_loss_cuts_to_almost_nothing_are_told(folder: Path, times: int, more: str) -> None:
+    rows = [line.split(",") for line in RECORDS.splitlines()[1:]]
+    scaled = "".join(f"{times * int(age)},{dose},{outcome}\n" for age, dose, outcome in rows)
+    (folder / "records.csv").write_text("age,dose,outcome\n" + scaled, encoding="utf-8")
+    write(folder, more)
+    warned = (
+        "warning: more than half of the records are over 10 times as long as loss.feature_bound, 1, and are cut to it"
+    )
+    assert (warned in check(folder)) == (times == 100 and not more)
+
+
 def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
     (folder / "records.csv").write_text(RECORDS.replace("sick", "well"), encoding="utf-8")
     with pytest.raises(DataError, match=r"needs two labels, got only well: name in data\.positive"):

@@ -115,6 +115,11 @@ def fitting(spec: RunSpec, n_features: int) -> dict[str, Any]:
     }
 
 
+WEIGHED = (
+    "; an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy show` prints them)"
+)
+
+
 def made(clauses: dict[str, Any]) -> Policy:
     least = {name.partition(".")[2]: value for name, value in clauses.items() if "." in name}
     return Policy(guarantees=Guarantees(**least), **{name: each for name, each in clauses.items() if "." not in name})
@@ -142,8 +147,20 @@ def test_a_refusal_says_what_is_allowed_and_what_came(tmp_path: Path) -> None:
     text = refused(load_policy(path), promising(telemetry={"accuracy": True}, capture="relay"))
     assert text == (
         "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and recorded never, the spec "
-        "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5"
+        "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
     )
+
+
+def test_a_refusal_ends_in_the_line_that_allows_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("{telemetry: [predict], recorded: never, most_rounds: 5}", encoding="utf-8")
+    spec = promising(6, telemetry={"accuracy": True}, capture="relay")
+    end = refused(load_policy(path), spec).partition("the spec asks for [relay]; ")[2]
+    assert end == (
+        "`most_rounds: 6` and `telemetry: [predict, accuracy]` and `recorded: [relay]` in the file of --policy allows it"
+    )
+    path.write_text("\n".join(re.findall(r"`([^`]+)`", end)), encoding="utf-8")
+    load_policy(path).admit(spec, 3, 0)
 
 
 def test_each_promise_covers_the_weaker_ones() -> None:
@@ -190,12 +207,12 @@ def test_every_built_in_algorithm_names_its_proof_and_holds_on_the_wire(changes:
 
 def test_a_spec_whose_noise_is_all_but_switched_off_is_refused_by_default() -> None:
     text = refused(Policy(), small_spec(algorithm={"sigma": 1e-9}))
-    assert re.search(r"allows epsilon_per_run 100, the spec asks for \d\.\d+e\+1[01]$", text)
+    assert re.search(rf"allows epsilon_per_run 100, the spec asks for \d\.\d+e\+1[01]{re.escape(WEIGHED)}$", text)
 
 
 def test_where_nothing_is_promised_the_price_is_infinite() -> None:
     without = parse_spec({"rounds": 3, "learners": 2, "algorithm": {"name": "tests.gossip:GossipSpec"}}, imports=True)
-    assert refused(Policy(), without).endswith("epsilon_per_run 100, the spec asks for inf")
+    assert refused(Policy(), without).endswith("epsilon_per_run 100, the spec asks for inf" + WEIGHED)
     ALLOWING.admit(without, 3, 0)
 
 
@@ -203,8 +220,12 @@ def test_the_budget_of_the_spec_bounds_the_price() -> None:
     """A learner stops there, whatever its rounds would cost."""
     policy = Policy(epsilon_per_run=1.0)
     policy.admit(promising(10, privacy={"budget": 1.0}), 3, 0)
-    assert refused(policy, promising(10, privacy={"budget": 1.5})).endswith("epsilon_per_run 1, the spec asks for 1.5")
-    assert refused(policy, promising(10, privacy={"budget": 3.0})).endswith("epsilon_per_run 1, the spec asks for 2.5")
+    assert refused(policy, promising(10, privacy={"budget": 1.5})).endswith(
+        "epsilon_per_run 1, the spec asks for 1.5" + WEIGHED
+    )
+    assert refused(policy, promising(10, privacy={"budget": 3.0})).endswith(
+        "epsilon_per_run 1, the spec asks for 2.5" + WEIGHED
+    )
 
 
 def test_every_learner_has_a_budget_of_its_own() -> None:
@@ -228,7 +249,7 @@ def test_of_a_long_run_only_the_first_rounds_are_priced(monkeypatch: pytest.Monk
     """While it goes on the limit holds in any case: a check that takes minutes helps nobody."""
     monkeypatch.setattr(module, "PRICED", 8)
     Policy(epsilon_per_run=LOSS * 8).admit(promising(10), 3, 0)
-    assert refused(Policy(epsilon_per_run=LOSS * 7), promising(10)).endswith("the spec asks for 2")
+    assert refused(Policy(epsilon_per_run=LOSS * 7), promising(10)).endswith("the spec asks for 2" + WEIGHED)
 
 
 # ---- what a spec asks for beside -------------------------------------------------------------------------------------
@@ -263,7 +284,10 @@ def test_a_number_for_every_round_and_learner_needs_room(name: str) -> None:
 
 def test_code_is_refused_before_it_is_imported() -> None:
     document = {"algorithm": {"name": "os:path"}, "loss": {"kind": "a.b:C"}, "topology": {"graph": {"kind": "ring"}}}
-    with pytest.raises(SpecError, match=r"allows imports \[a.b:C\], the spec asks for \[os:path, a.b:C\]$"):
+    with pytest.raises(
+        SpecError,
+        match=r"allows imports \[a.b:C\], the spec asks for \[os:path, a.b:C\]; `imports: \[a.b:C, os:path\]`",
+    ):
         Policy(imports=("a.b:C",)).require_code(document)
     Policy(imports=("a.b:C", "os:path")).require_code(document)
     Policy().require_code(document)
@@ -327,6 +351,10 @@ BAD = {
     "telemetry: accuracy": "p.yaml: telemetry: must be a list, got 'accuracy': write [accuracy]",
     "telemetry: [loss]": "p.yaml: telemetry.0: must be 'accuracy' or 'predict', got 'loss'",
     "recorded: always": "p.yaml: recorded: must be a list, got 'always': write [always]",
+    "recorded: [relay, never]": (
+        "p.yaml: recorded: must be some of 'relay', 'mirror' and 'wiretap', got ['relay', 'never']; `never` stands alone: "
+        "`recorded: never`"
+    ),
     "coordinators: [learner/main]": "coordinators: must name one or more as coordinator/NAME, got ['learner/main']",
     "coordinators: []": "p.yaml: coordinators: must name one or more as coordinator/NAME, got []",
     "eavesdroppers: [ear]": "p.yaml: eavesdroppers: must name one or more as eavesdropper/NAME, got ['ear']",

@@ -28,6 +28,9 @@ left or were lost, and who was lost says nothing once it knows; the capture is a
 anything else than was said, and all of it is signed but for the last block of rounds; no process is left when all were told to
 end, and none has ended or spoken as only a bug does. A promise is *held* where none of this was broken in any try. Code:
 `tests/faults/`.
+
+With `capture: mirror` a learner that is killed loses the copies of its last rounds for good: the run finishes, and the verdict is that
+too little was overheard. Take `relay` where [the audit must survive that](eavesdropper.md).
 """
 
 

@@ -58,7 +58,7 @@ def stop_run(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """End a run before its last round; other runs go on."""
+    """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on."""
     from sottovoce_client.running import known
     from sottovoce_rpc.credentials import Credentials
 

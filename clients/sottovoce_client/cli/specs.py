@@ -23,7 +23,12 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     from sottovoce_client import terminal
 
     prepared = prepared_from(load_spec(spec), live=True)
-    for finding in prepared.run.warnings:
+    warnings = list(prepared.run.warnings)
+    if not prepared.run.spec.data.live:
+        from sottovoce_client.data.reading import long_rows
+
+        warnings += long_rows(prepared.run.spec, prepared.data)
+    for finding in warnings:
         typer.echo(f"warning: {finding.text} [{finding.code}]")
     if prepared.run.spec.data.schema is not None:
         from sottovoce_client.schemas import used_lines
@@ -50,7 +55,7 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
             "intercept": run.spec.data.intercept,
             "records": None if run.spec.data.live else [len(each.labels) for each in data.learners],
             "held_out": None if run.spec.data.live else len(data.test_labels),
-            "warnings": [{"code": each.code, "text": each.text} for each in run.warnings],
+            "warnings": [{"code": each.code, "text": each.text} for each in warnings],
         }
     )
 

@@ -44,7 +44,10 @@ def init(
     ] = None,
     scale: Annotated[
         Literal["standard", "range", "none"] | None,
-        typer.Option(help="By constants of held-out records, which nothing protects.", show_default="standard"),
+        typer.Option(
+            help="By constants of held-out records, which nothing protects.",
+            show_default="standard; none where no record is held out",
+        ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
     delta: Annotated[
@@ -111,6 +114,8 @@ def init(
     typer.echo(
         f"{path}: {spec.algorithm.name}, {spec.n_learners} learners, {spec.rounds} rounds; epsilon {begun.epsilon:.4g} per record"
     )
+    if begun.unscaled:
+        typer.echo(f"note: {begun.unscaled}")
     typer.echo("next:")
     for command in next_commands(str(path)):
         typer.echo(f"  {command}")

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.data import PlacedData
 from sottovoce.data.dataset import read_source
 from sottovoce.data.files import AnyArray, RawTable
 from sottovoce.data.labels import map_labels, texts_of
 from sottovoce.losses import Loss
 from sottovoce.spec import RunSpec
-from sottovoce_client.wording import count, plural
+from sottovoce_client.wording import count, number, plural
 
 _SHOWN = 5
 """Records."""
 _COLUMNS, _CLASSES = 12, 12
 """That are shown of them, and of the labels."""
+_LONG = 10
+"""Times as long as a loss leaves them: of such rows the largest features are all that is left."""
 
 
 def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> Iterator[str]:
@@ -33,6 +36,21 @@ def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> I
     got = f"{count(min(sizes))} to {count(max(sizes))}" if min(sizes) < max(sizes) else count(sizes[0])
     held = f"{count(len(data.test_labels))} held out for accuracy"
     yield f"learners: {plural(len(sizes), 'learner')} with {got} records each; {held}"
+
+
+def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:
+    """Whether records that nothing scaled are mostly cut to a small part of their length."""
+    if spec.data.scale != "none" or spec.data.schema is not None:
+        return
+    limit = spec.loss.feature_bound
+    rows = [np.linalg.norm(each.features, axis=-1) > _LONG * limit for each in data.learners]
+    if np.mean(np.concatenate(rows)) > 0.5:
+        how = "data.scale: standard" if len(data.test_labels) else "in the file, for no record is held out to scale by"
+        yield Caveat(
+            "LONG_ROWS",
+            f"more than half of the records are over {_LONG} times as long as loss.feature_bound, {number(limit)}, and are cut "
+            f"to it, so their largest features hide all others: scale them ({how}), or declare a schema with bounds",
+        )
 
 
 def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:

@@ -13,6 +13,7 @@ from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import (
     UNASKED,
+    UNHELD,
     count,
     late_line,
     measured_line,
@@ -60,7 +61,7 @@ def run_page(summary: RunSummary) -> Page:
         "unpromised": [KINDS[kind][0] for kind in unpromised],
         "verdict": verdict_of(summary),
         "worst": telling(summary),
-        "unasked": UNASKED,
+        "unasked": UNASKED if summary.test_records else UNHELD,
         "measured": measured_line(summary.measured),
         "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,

@@ -21,6 +21,7 @@ from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     UNASKED,
+    UNHELD,
     ciphertext_line,
     count,
     duration,
@@ -309,7 +310,9 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         )
     if not summary.live:
         known = any(learner.test_accuracy is not None for learner in summary.learners)
-        found = accuracies + (disagree if summary.disagreement is not None else "") if known else UNASKED
+        found = accuracies + (disagree if summary.disagreement is not None else "")
+        if not known:
+            found = UNASKED if summary.test_records else UNHELD
         yield "accuracy", Text("\n".join(filter(None, [found, measured_line(summary.measured)])))
     if summary.away:
         yield "away", Text("\n".join(summary.away))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -69,6 +69,12 @@ def _of_role(role: str) -> AfterValidator:
 
 
 def _ways(value: object) -> object:
+    if isinstance(value, list) and "never" in value:
+        raise PydanticCustomError(
+            "way",
+            "must be some of 'relay', 'mirror' and 'wiretap', got {got}; `never` stands alone: `recorded: never`",
+            {"got": str(value)},
+        )
     return () if value == "never" else value
 
 
@@ -124,8 +130,8 @@ class Policy(Section):
     private model, to whoever asks)."""
     recorded: _Ways = ("relay", "mirror", "wiretap")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
-    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may), or `never`. A guarantee
-    holds for whoever hears every message."""
+    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may); or `recorded: never`,
+    alone. A guarantee holds for whoever hears every message."""
     eavesdroppers: _Eavesdroppers | None = None
     """Who may record, as `eavesdropper/NAME` of its certificate; null: any of the deployment. Needs an identity."""
     coordinators: _Coordinators | None = None
@@ -222,7 +228,8 @@ class Policy(Section):
     def _code(self, document: object) -> Finding:
         named = dict.fromkeys(codes_to_import(document))
         fits = self.imports is None or named.keys() <= set(self.imports)
-        return Finding("imports", _listed(self.imports), _listed(named), fits)
+        both = dict.fromkeys([*(self.imports or ()), *named])
+        return Finding("imports", _listed(self.imports), _listed(named), fits, _listed(both))
 
     def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[Finding]:
         yield _at_most("most_features", self.most_features, n_features)
@@ -233,12 +240,15 @@ class Policy(Section):
     def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[Finding]:
         """What a spec asks for beside its guarantee."""
         name = spec.algorithm.name
-        yield Finding("algorithms", _listed(self.algorithms), name, self.algorithms is None or name in self.algorithms)
+        fits = self.algorithms is None or name in self.algorithms
+        yield Finding("algorithms", _listed(self.algorithms), name, fits, _listed([*(self.algorithms or ()), name]))
         told = [what for what, asked in spec.telemetry.model_dump().items() if asked]
-        yield Finding("telemetry", _listed(self.telemetry), _listed(told), set(told) <= set(self.telemetry))
+        both = _listed(dict.fromkeys([*self.telemetry, *told]))
+        yield Finding("telemetry", _listed(self.telemetry), _listed(told), set(told) <= set(self.telemetry), both)
         ways = {way for way in (spec.capture, "mirror" if mirrored else "none") if way != "none"}
         allowed = _listed(self.recorded) if self.recorded else "never"
-        yield Finding("recorded", allowed, _listed(sorted(ways)), ways <= set(self.recorded))
+        both = _listed(dict.fromkeys([*self.recorded, *sorted(ways)]))
+        yield Finding("recorded", allowed, _listed(sorted(ways)), ways <= set(self.recorded), both)
 
     def _promises(self, run: Run, learner: int) -> Iterator[Finding]:
         """What a run promises of a learner's messages, and what it costs."""
@@ -256,10 +266,9 @@ class Policy(Section):
 
     def _require(self, findings: Iterable[Finding]) -> None:
         """Raises `SpecError` with every finding that does not fit."""
-        if refused := [
-            f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in findings if not each.fits
-        ]:
-            raise SpecError(f"the owner's policy ({self._source}) allows {'; and '.join(refused)}")
+        if refused := [each for each in findings if not each.fits]:
+            told = "; and ".join(f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in refused)
+            raise SpecError(f"the owner's policy ({self._source}) allows {told}; {_remedy(refused)}")
 
 
 def accepted(identities: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -276,12 +285,14 @@ class Finding:
         allows: what the policy says.
         asks: what the run asks for.
         fits: whether the policy allows that.
+        enough: the least that would allow it, as the clause says it; empty where the owner must weigh that.
     """
 
     clause: str
     allows: str
     asks: str
     fits: bool
+    enough: str = ""
 
 
 def load_policy(path: Path | None) -> Policy:
@@ -332,7 +343,17 @@ _ANYTHING = "anything"
 
 def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> Finding:
     fits = limit is None or asked <= limit
-    return Finding(clause, _ANYTHING if limit is None else str(limit), shown or str(asked), fits)
+    allows, asks = _ANYTHING if limit is None else str(limit), shown or str(asked)
+    return Finding(clause, allows, asks, fits, "null" if shown else asks)
+
+
+def _remedy(refused: Sequence[Finding]) -> str:
+    """What the owner would do who wants the run."""
+    if all(each.enough for each in refused):
+        return (
+            f"{' and '.join(f'`{each.clause}: {each.enough}`' for each in refused)} in the file of --policy allows it"
+        )
+    return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy show` prints them)"
 
 
 def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> Finding:
