@@ -59,6 +59,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "most_rounds": _MOST_ROUNDS,
         "shown_claim": plots.SHOWN_CLAIM,
         "impossible": 0 if done.shown is None else int((~plots.possible(done.shown)).sum()),
+        "drawn": [] if done.shown is None else done.shown.worlds[plots.possible(done.shown)],
         "endless": [] if done.shown is None else np.flatnonzero(np.isinf(done.shown.peak)).tolist(),
         "unclaimed": [plan.run.spec.names[each.learner] for each in done.learners if math.isinf(each.claim)],
         "heard": heard and (int(plan.listener.rounds[heard[0]]), heard[1]),
