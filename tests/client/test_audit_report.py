@@ -160,6 +160,21 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> 
     )
 
 
+def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
+    promised = done.plan.guarantee
+    small = replace(promised, per_round=promised.per_round / done.plan.epsilon)
+    text = page_of(replace(done, plan=replace(done.plan, guarantee=small))).text
+    assert "in the worst case 73.1 of 100 guesses between the two are right" in text and "in name only" not in text
+    assert done.plan.epsilon > 10 and "it is a promise in name only" in page_of(done).text
+
+
+def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
+    found = replace(done.found, paired=False, bounds=(), rounds=None, runs=1)
+    text = page_of(replace(done, found=found, verdict=Verdict("consistent", "so"))).text
+    assert "Consistent: nothing was found in the noise, and nothing was guessed" in text
+    assert "It compared" not in text and "1 run of a training was overheard" in text
+
+
 # ---- what is missing or infinite -------------------------------------------------------------------------------------
 
 

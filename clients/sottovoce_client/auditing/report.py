@@ -55,6 +55,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "shares": [
             (part, found.levels.of(family, part)) for family, parts in found.levels.shares.items() for part in parts
         ],
+        "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
         "most_evidence": _MOST_EVIDENCE,
         "most_rounds": _MOST_ROUNDS,
         "shown_claim": plots.SHOWN_CLAIM,
