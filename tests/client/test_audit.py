@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,18 @@ def test_what_an_auditor_must_know_stands_in_the_file(spec: Path, tmp_path: Path
     _, text, document = shown(prepared, tmp_path)
     assert document["spec"]["name"] == "small" and len(document["data_sha256"]) == 64 and document["sottovoce"]
     assert document["black_box"]["numbers_that_vary_by_view"]["values"] > 0
-    assert "rejects" in text and "cannot refute this claim" in text
+    assert "rejects" in text
+    assert "cannot refute this claim; exact losses, single rounds and conformance can." in text
+
+
+def test_only_what_was_looked_at_is_said_to_refute_what_guesses_cannot(spec: Path) -> None:
+    prepared = prepare(load_spec(spec))
+    done = audit_simulated(command.AuditRequest(runs=20).plan(prepared))
+    captured = replace(done, found=replace(done.found, rounds=None), views={**done.views, "sizes": 1})
+    blind = replace(done, found=replace(done.found, rounds=None, tests=()), shown=None)
+    said = [list(command._notes(each))[-1] for each in (captured, blind)]
+    assert said[0].endswith("exact losses, conformance and what differs beside the messages can.")
+    assert said[1] == "So guesses of whole runs, which are all there is here, cannot refute this claim."
 
 
 def test_a_narrow_terminal_gets_paragraphs_instead_of_a_cramped_table() -> None:

@@ -378,6 +378,7 @@ def test_differences_are_found_where_they_are() -> None:
     assert difference(one, dict(one)) is None
     assert difference(one, {"a": {"b": [1, 3]}, "c": 1}) == "a.b: [1, 2] and [1, 3]"
     assert difference(one, {"a": {"b": [1, 2]}}) == "c: 0 and None"
+    assert difference({"a": 1, "name": "x"}, {"name": "y"}) == "name: x and y"
 
 
 # ---- channel ---------------------------------------------------------------------------------------------------------

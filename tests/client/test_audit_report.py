@@ -139,7 +139,9 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
     assert '<div class="family refuted"><h3>Conformance' in text
     assert '<th scope="row" class="over"' in text
     for each in broken.verdict.evidence[:8]:
-        assert each in Page(text).text
+        assert Page(text).text.count(each) == 1
+    said = "never does" if broken.found.excess else "shows in one of 20 audits at most"
+    assert f"a learner who keeps its promise {said}" in Page(text).text
 
 
 @pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
@@ -151,10 +153,26 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> 
     assert "so & so" in banner
     assert ("Refuted" in banner) == (kind == "refuted")
     assert ("reason <7>" in banner and "reason <8>" not in banner and "and 2 more" in banner) == bool(evidence)
-    assert "reason <0>" not in text  # escaped
+    assert "reason <0>" not in page.text  # the first one stands in the sentence
+    assert "reason <1>" not in text  # escaped
     assert not re.search(
         r"\b(is|are) (safe|private|proven)\b", page.text.replace("does not show that the learner is private", "")
     )
+
+
+def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
+    promised = done.plan.guarantee
+    small = replace(promised, per_round=promised.per_round / done.plan.epsilon)
+    text = page_of(replace(done, plan=replace(done.plan, guarantee=small))).text
+    assert "in the worst case 73.1 of 100 guesses between the two are right" in text and "in name only" not in text
+    assert done.plan.epsilon > 10 and "it is a promise in name only" in page_of(done).text
+
+
+def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
+    found = replace(done.found, paired=False, bounds=(), rounds=None, runs=1)
+    text = page_of(replace(done, found=found, verdict=Verdict("consistent", "so"))).text
+    assert "Consistent: nothing was found in the noise, and nothing was guessed" in text
+    assert "It compared" not in text and "1 run of a training was overheard" in text
 
 
 # ---- what is missing or infinite -------------------------------------------------------------------------------------
@@ -164,6 +182,7 @@ def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
     page = page_of(exposed)
     assert "losses" not in page.plots and "noise" not in page.plots
     assert f"{2 * exposed.plan.runs} runs cannot be drawn" in page.text
+    assert "live in the first world" not in page.text  # none is drawn
     assert "Largest exact loss ∞" in page.text
     assert "says nothing about published decisions" in page.text
     assert not any(re.search("nan|inf", place) for place in page.drawn)

@@ -57,7 +57,7 @@ def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> No
         code, text = outcome_of(mutants=["tests.client.test_selftest:NOTHING_WRONG"], alarms=0)
     told = json.loads(capsys.readouterr().out)
     assert told["folder"] is None and [each["missed"] for each in told["broken"]] == [False, False, True]
-    assert code == 1 and "MISSED" in text and "2 of 3 broken learners caught." in text
+    assert code == 1 and "MISSED" in text and "2 of 3 broken learners caught; missed: nothing." in text
 
 
 def test_false_alarms_that_are_no_chance_fail(monkeypatch: pytest.MonkeyPatch) -> None:

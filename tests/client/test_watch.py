@@ -158,7 +158,9 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
     with pytest.raises(SpecError, match=r"must be in \(0, 1\), got 1"):
         watched(folder, alpha=1.0)
     with pytest.raises(CaptureError, match="there is none"):
-        where(str(tmp_path / "nowhere"), None, None)
+        followed(where(str(tmp_path / "nowhere"), None, None, once=True), once=True)
+    with pytest.raises(CaptureError, match="there is none"):  # a file: nobody makes a folder of it
+        watched(folder / "canaries.json")
     with pytest.raises(CaptureError, match="no capture"):
         watched(tmp_path, once=True)
     for arguments in ((None, None, None), ("folder", "host:1", "run"), (None, "host:1", None)):
@@ -237,6 +239,8 @@ def test_canaries_of_another_run_are_refused(folder: Path) -> None:
 class Growing:
     """A capture of which another part is there whenever somebody looks."""
 
+    awaited = "a capture"
+
     def __init__(self, finished: Path, folder: Path, parts: int) -> None:
         import pyarrow as pa
 
@@ -275,6 +279,23 @@ def test_a_capture_is_followed_until_it_is_complete(folder: Path, tmp_path: Path
     assert code == 0 and source.looks == 2 + 7
     assert out.startswith("waiting for a capture\n")
     assert out[out.index("watched  no alarm") :] == at_the_end[at_the_end.index("watched  no alarm") :]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_folder_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
+    folder, found = tmp_path / "try", list[str]()
+
+    async def looked(source: Source) -> None:
+        found.append(source.awaited)
+        assert await source.latest() is None
+        folder.mkdir(exist_ok=True)
+        found.append(source.awaited)
+        assert await source.latest() is None
+
+    asyncio.run(looked(InFolder(str(folder), GUARD_S)))
+    assert found == [str(folder), f"a capture in {folder}"]
+    with pytest.raises(CaptureError, match="nowhere must be a capture's folder, or a run's, and there is none"):
+        followed(nullcontext(InFolder(str(tmp_path / "nowhere"), 0.01)))
 
 
 @pytest.mark.usefixtures("at_once")

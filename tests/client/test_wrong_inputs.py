@@ -127,7 +127,7 @@ WRONG = [
     ("gallery --epsilons a,b", "--epsilons must be numbers with commas between them, got 'a,b'"),
     ("gallery --from nowhere", "nowhere"),
     ("watch", "watch needs a capture's folder, or --eavesdropper"),
-    ("watch nowhere", "nowhere"),
+    ("watch nowhere --once", "nowhere"),
     ("watch folder --alpha 2", "alpha"),
     ("watch --eavesdropper host:0 --run x", f"--eavesdropper {ADDRESS}"),
     ("budget spec.yaml --delta 2", "delta"),

@@ -142,7 +142,7 @@ def test_sums_without_noise_are_refuted_on_the_wire_and_hold_at_the_output() -> 
     """PD-FTGL as published: its epsilon is about decisions, and messages that no noise hides exceed it."""
     exposed = EXPOSED["pd-ftgl after gossip"]
     wire, output = (audited(exposed, runs=100, threat=threat) for threat in (ThreatModel.WIRE, ThreatModel.OUTPUT))
-    assert wire.verdict.kind == "refuted" and "could not have said" in wire.verdict.text
+    assert wire.verdict.kind == "refuted" and "what is impossible in one of the two worlds" in wire.verdict.text
     assert math.isinf(wire.largest) and wire.plan.made_for is ThreatModel.OUTPUT
     assert output.verdict.kind == "consistent" and output.found.guessed is None and output.found.tests == ()
     assert 0.0 < wire.found.claim == output.found.claim < 20.0

@@ -100,6 +100,12 @@ def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> 
     assert why in outcome.unfit and not outcome.missed and outcome.needed is None
 
 
+def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
+    """In batches, every feature is in some record."""
+    base = replace(BASES["ldp-dol, epsilon 1"], batch=4)
+    assert "ever zero" in attempt(BY_NAME["length"], *base.build()).unfit
+
+
 def test_a_mutant_of_ones_own() -> None:
     loud = Mutant("loud", "0.7 of the scale", noisy(lambda generator: times(0.7)), "conformance", 20)
     assert attempt(loud, *BASES["dola"].build()).families == ("conformance",)

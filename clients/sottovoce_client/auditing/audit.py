@@ -18,6 +18,7 @@ from rich.text import Text
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.blackbox import VIEWS
 from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
@@ -360,4 +361,19 @@ def _notes(done: Audit) -> Iterator[str]:
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
     yield f"At best {plan.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
     if most < found.claim < np.inf:
-        yield "So guesses of whole runs cannot refute this claim; exact losses, single rounds and conformance can."
+        yield _despite(done)
+
+
+def _despite(done: Audit) -> str:
+    """What may refute a claim that is beyond all guesses of so many runs: of what was looked at here."""
+    found = done.found
+    looked = {
+        "exact losses": done.shown is not None,
+        "single rounds": found.rounds is not None,
+        "conformance": bool(found.of("conformance").tests),
+        "what differs beside the messages": bool(done.views.keys() - VIEWS.keys()),
+    }
+    *others, last = [what for what, here in looked.items() if here] or [""]
+    if not last:
+        return "So guesses of whole runs, which are all there is here, cannot refute this claim."
+    return f"So guesses of whole runs cannot refute this claim; {', '.join(others)}{' and ' * bool(others)}{last} can."

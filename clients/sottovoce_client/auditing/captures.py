@@ -188,7 +188,7 @@ def _require_same(one: Any, other: Any, first: str, second: str) -> None:
 def difference(one: Any, other: Any, where: str = "") -> str | None:
     """The first place where two JSON documents differ, and what stands there; None: nowhere."""
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted({*one, *other})
+        keys = sorted({*one, *other}, key=lambda key: (key != "name", key))  # what it is comes before how it is
         return next((d for key in keys if (d := difference(one.get(key), other.get(key), _at(where, key)))), None)
     return None if one == other else f"{where or 'all of it'}: {str(one)[:60]} and {str(other)[:60]}"
 

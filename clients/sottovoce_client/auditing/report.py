@@ -55,10 +55,12 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "shares": [
             (part, found.levels.of(family, part)) for family, parts in found.levels.shares.items() for part in parts
         ],
+        "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
         "most_evidence": _MOST_EVIDENCE,
         "most_rounds": _MOST_ROUNDS,
         "shown_claim": plots.SHOWN_CLAIM,
         "impossible": 0 if done.shown is None else int((~plots.possible(done.shown)).sum()),
+        "drawn": [] if done.shown is None else done.shown.worlds[plots.possible(done.shown)],
         "endless": [] if done.shown is None else np.flatnonzero(np.isinf(done.shown.peak)).tolist(),
         "unclaimed": [plan.run.spec.names[each.learner] for each in done.learners if math.isinf(each.claim)],
         "heard": heard and (int(plan.listener.rounds[heard[0]]), heard[1]),

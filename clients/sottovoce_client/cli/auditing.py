@@ -374,5 +374,5 @@ def watch(
     question = WatchRequest(
         alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, allow_imports
     )
-    source = where(capture, eavesdropper, run, Credentials(identity, insecure))
+    source = where(capture, eavesdropper, run, Credentials(identity, insecure), once=once)
     raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))

@@ -209,10 +209,10 @@ def _interval(alarms: int, trials: int) -> str:
 
 def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms]) -> Text:
     fitting = [outcome for outcome in outcomes if not outcome.unfit]
-    missed = sum(outcome.missed for outcome in fitting)
-    text = Text(
-        f"{len(fitting) - missed} of {len(fitting)} broken learners caught.", "bold red" if missed else "bold green"
-    )
+    missed = [outcome.name for outcome in fitting if outcome.missed]
+    names = f"; missed: {', '.join(missed)}" if missed else ""
+    caught = f"{len(fitting) - len(missed)} of {len(fitting)} broken learners caught{names}."
+    text = Text(caught, "bold red" if missed else "bold green")
     if found and (total := added(found)).audits:
         expected = f"{100 * LEVEL:g} % are expected to", f"{100 * WATCH_LEVEL:g} %"
         said = (

@@ -181,7 +181,7 @@ def _evidence(found: Findings) -> Iterator[str]:
         e = found.excess
         shown = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
         if math.isinf(e.loss):
-            shown = "what one of the worlds, or either, could not have said"
+            shown = "what is impossible in one of the two worlds, or in both"
         yield f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts:,} runs do)"
     for test in found.tests:
         if test.rejects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,10 +23,17 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 _CALL_S = 20.0
+_FOLDER_S = 60.0
+"""So long a folder is waited for that is not there: what makes it may have been started in the same moment."""
 
 
 class Source(Protocol):
     """A capture that may grow, and that may not have begun."""
+
+    @property
+    def awaited(self) -> str:
+        """What is waited for where it has not, in words."""
+        ...
 
     async def latest(self) -> Capture | None:
         """As it stands; None: it has not begun.
@@ -41,24 +49,34 @@ class InFolder:
 
     Args:
         place: a path, or a URL for fsspec.
-
-    Raises:
-        CaptureError: there is no such folder.
+        patience_s: how long the folder may be missing.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = open_folder(place)
+    def __init__(self, place: str, patience_s: float = _FOLDER_S) -> None:
+        self._name, self._place = place, open_folder(place)
+        self._local = None if "://" in place else Path(place)
         self._found: Folder | None = None
-        if "://" not in place and not Path(place).is_dir():
-            raise CaptureError(f"{place} must be a capture's folder, or a run's, and there is none")
-        if "://" not in place and _unrecorded(Path(place) / "spec.yaml"):
-            raise CaptureError(
-                f"{place} is of a run that nobody records: its spec must have `capture: relay`, or mirror"
-            )
+        self._until = time.monotonic() + patience_s
+
+    @property
+    def awaited(self) -> str:
+        return self._name if self._missing else f"a capture in {self._name}"
 
     async def latest(self) -> Capture | None:
+        if self._found is None and self._missing:
+            if self._until <= time.monotonic() or (self._local is not None and self._local.exists()):
+                raise CaptureError(f"{self._name} must be a capture's folder, or a run's, and there is none")
+            return None
+        if self._found is None and self._local is not None and _unrecorded(self._local / "spec.yaml"):
+            raise CaptureError(
+                f"{self._name} is of a run that nobody records: its spec must have `capture: relay`, or mirror"
+            )
         self._found = self._found or self._search()
         return None if self._found is None else open_capture(self._found)
+
+    @property
+    def _missing(self) -> bool:
+        return self._local is not None and not self._local.is_dir()
 
     def _search(self) -> Folder | None:
         inside = self._place.below("captures")
@@ -105,6 +123,7 @@ class _Fetched:
     ) -> None:
         self._stub, self._address, self._run_id, self._folder = stub, address, run_id, folder
         self._seen: tuple[str, int, bool] | None = None
+        self.awaited = f"a capture of {run_id}"
 
     async def latest(self) -> Capture | None:
         try:

@@ -65,16 +65,20 @@ class WatchRequest:
 
 
 def where(
-    place: str | None, eavesdropper: str | None, run_id: str | None, credentials: Credentials = NO_IDENTITY
+    place: str | None,
+    eavesdropper: str | None,
+    run_id: str | None,
+    credentials: Credentials = NO_IDENTITY,
+    *,
+    once: bool = False,
 ) -> AbstractAsyncContextManager[Source]:
-    """Where the capture is: in a folder, or at an eavesdropper.
+    """Where the capture is: in a folder, or at an eavesdropper; `once`: a folder must be there already.
 
     Raises:
         SpecError: not exactly one of the two.
-        CaptureError: there is no such folder.
     """
     if place is not None and eavesdropper is None and run_id is None:
-        return nullcontext(InFolder(place))
+        return nullcontext(InFolder(place, 0.0) if once else InFolder(place))
     if place is None and eavesdropper is not None and run_id is not None:
         return at_eavesdropper(eavesdropper, run_id, credentials)
     raise SpecError("watch needs a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
@@ -174,7 +178,7 @@ class _Watching:
         if capture is None and self._question.once:
             raise CaptureError("there is no capture to watch")
         if capture is None:
-            console.out("waiting for a capture", highlight=False)
+            console.out(f"waiting for {self._source.awaited}", highlight=False)
         while capture is None and not await self._told():
             capture = await self._source.latest()
         return capture

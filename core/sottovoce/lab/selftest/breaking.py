@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
+from sottovoce.auditing.simulated import Share, children, overhear
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
-from sottovoce.noise import Draw, Law, Noise, no_noise
+from sottovoce.losses import mean_gradient
+from sottovoce.noise import Draw, Law, Noise, SeededNoise, no_noise
 from sottovoce.running.simulator import simulate
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
@@ -131,3 +133,21 @@ class Inside:
         """`(runs, rounds)` of the gradients."""
         norms: FloatArray = np.linalg.norm(self.gradients, axis=2).T
         return norms
+
+
+def inside(plan: AuditPlan, share: Share) -> Inside:
+    """Some runs of the simulator, as they look from inside."""
+    plan = plan.pairs[share.pair]
+    runs, _, other = children(share.seed, 3)
+    same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
+    decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
+    assert decisions is not None  # noqa: S101 - asked for
+    gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
+    return Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
+
+
+def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
+    """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
+    batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
+    features, labels = loss.enforce(batch.features, batch.labels)
+    return mean_gradient(loss, point, replace(batch, features=features, labels=labels))

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
 from sottovoce.auditing.levels import SHARES
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Share, children, overhear
+from sottovoce.auditing.simulated import Share
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import features
@@ -23,10 +22,9 @@ from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.bases import BASES, Base
-from sottovoce.lab.selftest.breaking import Inside
+from sottovoce.lab.selftest.breaking import inside
 from sottovoce.lab.selftest.doctoring import Spoken, notices
 from sottovoce.lab.selftest.mutants import Broken, Family, Mutant
-from sottovoce.losses import mean_gradient
 from sottovoce.noise import SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
@@ -139,7 +137,7 @@ def audited(plan: AuditPlan, broken: Broken) -> Audit:
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
             part = work(share)
-            leaked = () if broken.leak is None else broken.leak(_inside(plan, share))
+            leaked = () if broken.leak is None else broken.leak(inside(plan, share))
             yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
@@ -150,24 +148,6 @@ def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
     output = None if guarantee.output is None else factor * guarantee.output
     smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
     return replace(plan, claim=factor * plan.claim, guarantee=smaller)
-
-
-def _inside(plan: AuditPlan, share: Share) -> Inside:
-    """The same runs once more, as they look from inside."""
-    plan = plan.pairs[share.pair]
-    runs, _, other = children(share.seed, 3)
-    same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
-    decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
-    assert decisions is not None  # noqa: S101 - asked for
-    gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
-    return Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
-
-
-def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
-    """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
-    batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
-    features, labels = loss.enforce(batch.features, batch.labels)
-    return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
 def _noticed(blank: MutantOutcome, plan: AuditPlan, broken: Broken) -> MutantOutcome:
