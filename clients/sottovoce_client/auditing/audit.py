@@ -34,7 +34,7 @@ from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
-from sottovoce_client.wording import NOTHING, duration, number
+from sottovoce_client.wording import NOTHING, chance, duration, number
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 _NARROW = 80
@@ -331,7 +331,7 @@ def _tests_row(found: Findings, family: Family, what: str, none: str) -> TableRo
     if not tests:
         return family, what, none, NOTHING, NOTHING
     worst = min(tests, key=lambda test: test.p_value / test.level)
-    smallest = f"worst of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
+    smallest = f"worst of {len(tests)} p-values {chance(worst.p_value)} ({worst.name})"
     return family, what, f"{smallest}; below {number(worst.level, 2)} rejects", NOTHING, NOTHING
 
 
