@@ -22,7 +22,7 @@ from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.swaps import as_placed, mirrored
-from sottovoce.auditing.verdict import Findings, Verdict
+from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data.encoding import Encoder
 from sottovoce.data.schema import Schema
@@ -298,6 +298,8 @@ def _rows(done: Audit) -> Iterator[TableRow]:
     else:
         above = "none above" if found.excess is None else f"{found.excess.transcripts:,} above"
         result = f"largest {number(done.largest)}, {above} the claim"
+        if decide(found.of("conformance")).kind == "refuted":
+            result += "; as if the noise were as claimed, which it is not"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
     if found.of("likelihood").tests:
         yield _tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
