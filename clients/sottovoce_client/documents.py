@@ -62,6 +62,13 @@ def new_file(out: Path) -> Iterator[BinaryIO]:
         raise SpecError(f"cannot write {out}: {error.strerror or error}") from None
 
 
+def private(path: str, flags: int) -> int:
+    """What opens a file that its user alone may read: `open(path, "w", opener=private)`."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # a file that was there keeps its mode
+    return descriptor
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, in UTF-8."""
     with until_complete(path) as draft:

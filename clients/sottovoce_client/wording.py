@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from sottovoce.auditing.levels import LEAST_CHANCE
 from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 
@@ -29,6 +30,11 @@ def number(value: float | None, digits: int = 4) -> str:
     else:
         text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
     return text.replace("-", "−")
+
+
+def chance(p_value: float) -> str:
+    """A p-value; one that no number is small enough for is below the least."""
+    return f"< {number(LEAST_CHANCE, 1)}" if p_value < LEAST_CHANCE else number(p_value, 2)
 
 
 def with_error(value: float, error: float, digits: int = 4) -> str:

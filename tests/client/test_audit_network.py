@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -182,6 +183,24 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     assert revealed(tmp_path / "seeded") == coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
     assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
+
+
+def test_records_and_coins_are_their_users_alone(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending(monkeypatch, "finished", "", whole=2 * RUNS)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(CaptureError, match="no run was overheard"):
+            on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+    finally:
+        os.umask(before)
+    there = [tmp_path / "captures", *(tmp_path / "captures").iterdir()]
+    assert {each.name: each.stat().st_mode & 0o777 for each in there} == {
+        "captures": 0o700,
+        "worlds.json": 0o600,
+        "runs.jsonl": 0o600,
+    }
 
 
 def test_a_run_that_fails_is_an_outcome_and_the_others_follow(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from sottovoce.auditing.audit import Audit, audit_simulated
 from sottovoce.auditing.bounds import epsilon_lower_bound
@@ -18,6 +20,8 @@ from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_client.auditing.audit import _rows as audit_rows
+from sottovoce_client.auditing.audit import print_rows
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import audit_page
@@ -142,6 +146,29 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
         assert Page(text).text.count(each) == 1
     said = "never does" if broken.found.excess else "shows in one of 20 audits at most"
     assert f"a learner who keeps its promise {said}" in Page(text).text
+
+
+def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refutes(done: Audit, broken: Audit) -> None:
+    """No green beneath the red, and said wherever they stand: beside a card, over a picture, at every learner."""
+    supposed = "computed as if the noise were as claimed, which it is not"
+    assert (
+        supposed not in page_of(done).text
+        and "doubted" not in audit_page(done, "learner-1", 7).html().split("<body")[1]
+    )
+    html = audit_page(broken, "learner-1", 7).html()
+    assert '<div class="doubted"><div class="wide"' in html and Page(html).text.count(supposed) >= 4
+    tests = broken.found.of("conformance").tests
+    told = audit_page(replace(broken, found=replace(broken.found, tests=tests)), "learner-1", 7).html()
+    assert '<div class="family idle"><h3>Likelihood' in told and f"Nothing found, {supposed}." in Page(told).text
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_rows(audit_rows(broken), console)
+    assert "as if the noise were as claimed, which it is not" in console.export_text()
+
+
+def test_cells_above_the_claim_stand_as_others_of_their_column(broken: Audit) -> None:
+    """A text that is red is broken into lines as one that is black."""
+    html = audit_page(broken, "learner-1", 7).html()
+    assert '<td class="over long">' in html and '<td class="over">' in html
 
 
 @pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tracemalloc
 from importlib import resources
@@ -163,6 +164,17 @@ def test_models_are_the_last_decisions(spec: Path, tmp_path: Path) -> None:
     models, decided = (pq.read_table(tmp_path / "o" / f"{name}.parquet") for name in ("models", "decisions"))
     assert models.schema == decided.schema
     assert models.to_pylist() == [row for row in decided.to_pylist() if row["round"] == SMALL["rounds"]]
+
+
+def test_noise_and_what_learners_keep_to_themselves_is_their_users_alone(spec: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        ran(spec, "--out", tmp_path / "o", "--write", "all")
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / "o" / f"{name}.parquet").stat().st_mode & 0o777 for name in FILES}
+    assert modes.pop("metrics") == 0o644  # means over all learners
+    assert len(modes) == 4 and set(modes.values()) == {0o600}
 
 
 def test_sizes_are_those_of_the_files(spec: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sottovoce_client.wording import at_best_line, count, duration, number, plural, share, share_range, size
+from sottovoce_client.wording import at_best_line, chance, count, duration, number, plural, share, share_range, size
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,10 @@ from sottovoce_client.wording import at_best_line, count, duration, number, plur
 )
 def test_number(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_a_chance_that_no_number_is_small_enough_for_is_below_the_least() -> None:
+    assert [chance(p) for p in (0.046, 4.4e-7, 0.0, math.nan)] == ["0.046", "4.4e−7", "< 1e−300", "–"]
 
 
 def test_number_with_fewer_digits() -> None:

@@ -103,7 +103,28 @@ def test_half_the_noise_is_refuted() -> None:
     assert found.verdict.kind == "refuted"
     assert min(test.p_value for test in found.found.of("conformance").tests) < 1e-9
     alone = decide(replace(found.found, tests=found.found.of("likelihood").tests))
-    assert alone.kind == "refuted" and alone.evidence[0].startswith("slope")
+    assert alone.kind == "refuted" and "(slope at learner-1: p = " in alone.evidence[0]
+
+
+def test_evidence_says_what_was_found_one_line_a_class_the_cause_first() -> None:
+    """Noise said again has not the law of fresh noise either; a p-value that is no number is none."""
+    levels = consistent().levels
+    marginal = [
+        Test("scale", "the mean size is the scale", 0.4985, 0.0, ""),
+        Test("learner scale", "the noise of every learner has its scale", 0.48, 0.0, "east", primary=False),
+        Test("tails", "as many numbers are large as the law says", 0.3, 1e-200, "sizes above 2", primary=False),
+    ]
+    fresh = [Test("ties", "no noise is said again", 40.0, 4.4e-7, "numbers; 0.00161 expected; east, in two runs")]
+    lags = [Test("lags", "no noise is related to noise before it", 0.1, 1e-20, "")]
+    parts = (("marginal", marginal), ("dependence", lags), ("freshness", fresh))
+    tests = tuple(each for part, own in parts for each in levels.judged(part, own))
+    found = decide(replace(consistent(), tests=tests))
+    assert found.evidence == (
+        "the same noise was said again, 40 times (ties at numbers; 0.00161 expected; east, in two runs: p = 4.4e-07)",
+        "noise is 0.498 of the claimed size (scale: p < 1e-300; 2 more tests of marginal fail)",
+        "it does not hold that no noise is related to noise before it (lags: p = 1e-20)",
+    )
+    assert found.text.startswith("The claim does not hold: the same noise was said again")
 
 
 def test_half_the_noise_shows_in_single_rounds() -> None:

@@ -23,7 +23,7 @@ from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.swaps import as_placed, mirrored
-from sottovoce.auditing.verdict import Findings, Verdict
+from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data.encoding import Encoder
 from sottovoce.data.schema import Schema
@@ -35,7 +35,7 @@ from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
-from sottovoce_client.wording import NOTHING, duration, number
+from sottovoce_client.wording import NOTHING, chance, duration, number
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 _NARROW = 80
@@ -299,6 +299,8 @@ def _rows(done: Audit) -> Iterator[TableRow]:
     else:
         above = "none above" if found.excess is None else f"{found.excess.transcripts:,} above"
         result = f"largest {number(done.largest)}, {above} the claim"
+        if decide(found.of("conformance")).kind == "refuted":
+            result += "; as if the noise were as claimed, which it is not"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
     if found.of("likelihood").tests:
         yield _tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
@@ -332,7 +334,7 @@ def _tests_row(found: Findings, family: Family, what: str, none: str) -> TableRo
     if not tests:
         return family, what, none, NOTHING, NOTHING
     worst = min(tests, key=lambda test: test.p_value / test.level)
-    smallest = f"worst of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
+    smallest = f"worst of {len(tests)} p-values {chance(worst.p_value)} ({worst.name})"
     return family, what, f"{smallest}; below {number(worst.level, 2)} rejects", NOTHING, NOTHING
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from sottovoce.arrays import IntArray
 from sottovoce.errors import CaptureError
 from sottovoce_client.auditing.worlds import FILE as WORLDS
+from sottovoce_client.documents import private
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 
@@ -93,7 +94,7 @@ class LedgerWriter:
             self._write({"replica": replica, "world": world, "nonce": nonce, **found})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with (self._folder / FILE).open("a", encoding="utf-8") as file:
+        with open(self._folder / FILE, "a", encoding="utf-8", opener=private) as file:
             file.write(json.dumps(line) + "\n")
 
 

@@ -100,7 +100,7 @@ def _fresh(folder: Path) -> Path:
     captures = folder / "captures"
     if captures.exists() and any(captures.iterdir()):
         raise SpecError(f"{captures} must be empty or missing: --out is for a folder without captures of other runs")
-    captures.mkdir(parents=True, exist_ok=True)
+    captures.mkdir(mode=0o700, parents=True, exist_ok=True)
     return captures
 
 

@@ -20,7 +20,7 @@ from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.reports.drawing import Figure, thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.wording import NOTHING, number
+from sottovoce_client.wording import NOTHING, chance, number
 
 _MOST_ROUNDS = 1000
 """Rows of the table of single rounds."""
@@ -129,7 +129,7 @@ def _tables(done: Audit) -> Iterator[PageTable]:
         Column("what is tested", kind="long"),
         Column("where it was largest", lambda where: where or NOTHING, "long"),
     )
-    figures = (Column("statistic", number), Column("p-value", two), Column("rejects below", two))
+    figures = (Column("statistic", number), Column("p-value", chance), Column("rejects below", two))
     rejected = [k for k, test in enumerate(found.tests) if test.rejects]
     yield _marked("tests", "Tests", (Column("test"), *heads, *figures), tests, rejected)
     guesses = [(b.name, (b.correct, b.guesses), b.value, b.claim, b.level) for b in found.bounds]

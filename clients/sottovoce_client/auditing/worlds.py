@@ -16,7 +16,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, DataError, SottovoceError
 from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
-from sottovoce_client.documents import write_text
+from sottovoce_client.documents import private
 from sottovoce_eavesdropper.storage import Folder
 
 FILE, _FORMAT = "worlds.json", "sottovoce-worlds-2"
@@ -75,7 +75,8 @@ def write_worlds(
         "spec": as_audited(plan.run.spec, capture).model_dump(mode="json"),
         **({} if ledger is None else {"ledger": ledger}),
     }
-    write_text(folder / FILE, json.dumps(document, indent=2) + "\n")
+    with open(folder / FILE, "w", encoding="utf-8", opener=private) as file:  # it holds records
+        file.write(json.dumps(document, indent=2) + "\n")
 
 
 def _pair(worlds: Worlds) -> Document:

@@ -9,7 +9,7 @@ from typing import Any
 from sottovoce.data.files import import_extra
 from sottovoce_client import wording
 
-_FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration", "reached_of")
+_FILTERS = ("number", "chance", "count", "plural", "share", "share_range", "size", "duration", "reached_of")
 """Functions of `wording` that templates may use."""
 
 

@@ -48,6 +48,10 @@ BLIND: Mapping[Family, Mapping[Part, Fraction]] = {
 """Where nothing is known of the algorithm, there is one family."""
 
 
+LEAST_CHANCE = 1e-300
+"""Below it, numbers are too small to be told apart: a p-value is not written out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Test:
     """One test and its result."""
@@ -69,6 +73,11 @@ class Test:
     """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`Levels.judged`)."""
 
     __test__ = False  # pytest collects classes of this name
+
+    @property
+    def chance(self) -> str:
+        """The p-value in words: `p = 4.4e-07`, `p < 1e-300`."""
+        return f"p < {LEAST_CHANCE:g}" if self.p_value < LEAST_CHANCE else f"p = {self.p_value:.2g}"
 
     @property
     def rejects(self) -> bool:

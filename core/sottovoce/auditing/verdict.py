@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
@@ -13,6 +14,24 @@ from sottovoce.auditing.likelihood import Excess
 from sottovoce.auditing.rounds import RoundBounds
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
+
+_ORDER: Mapping[Part | None, int] = {"freshness": 0, "lattice": 1, "marginal": 2, "dependence": 3}
+"""Of classes of tests in the evidence: what names the cause comes first. Noise that is said again is not of its law either."""
+
+_AS_GOOD_AS_NEVER = 1e-30
+"""Of two tests with less than this, neither says more than the other."""
+
+_FINDINGS: Mapping[str, str] = {
+    "scale": "noise is {:.3g} of the claimed size",
+    "ties": "the same noise was said again, {:,.0f} times",
+    "pair ties": "the same two neighbouring numbers of noise were said again, {:,.0f} times",
+    "permuted messages": "the largest noise of a message was said again in another, {:,.0f} times",
+    "repeated messages": "the same message was said again, {:,.0f} times",
+    "zeros": "{:,.0f} numbers were said without noise",
+    "lattice": "{:,.0f} numbers of noise are not on their lattice",
+    "signs": "{:.3g} of all noise is positive",
+}
+"""What a test has found, by its name, where its statistic says it."""
 
 _RESTS_ON_COINS: frozenset[Family] = frozenset({"likelihood", "black box"})
 """Families whose tests and bounds suppose that a fair coin chose the world of every run. Exact losses do not."""
@@ -183,10 +202,9 @@ def _evidence(found: Findings) -> Iterator[str]:
         if math.isinf(e.loss):
             shown = "what is impossible in one of the two worlds, or in both"
         yield f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts:,} runs do)"
-    for test in found.tests:
-        if test.rejects:
-            place = f" at {test.where}" if test.where else ""
-            yield f"{test.name}{place}: p = {test.p_value:.2g} ({test.what})"
+    failed = sorted((test for test in found.tests if test.rejects), key=lambda test: _ORDER.get(test.part, len(_ORDER)))
+    for _, of_part in groupby(failed, key=lambda test: test.part):
+        yield _found(list(of_part))
     for bound in found.bounds:
         if bound.rejects:
             right = f"is right in {bound.correct} of {bound.guesses} guesses"
@@ -195,6 +213,17 @@ def _evidence(found: Findings) -> Iterator[str]:
         if bound.rejects:
             right = f"is guessed right in {bound.correct} of {bound.guesses} guesses"
             yield f"{bound.name} {right}: epsilon of that round is above {bound.value:.3g}, not {bound.claim:.3g}"
+
+
+def _found(failed: Sequence[Test]) -> str:
+    """What the tests of a class that fail have found: the one that says most, the plainest of several that are as sure."""
+    worst = min(failed, key=lambda test: max(test.p_value, _AS_GOOD_AS_NEVER) / test.level)
+    kind = "scale" if worst.name.endswith(" scale") else worst.name
+    says = _FINDINGS[kind].format(worst.statistic) if kind in _FINDINGS else f"it does not hold that {worst.what}"
+    place = f" at {worst.where}" if worst.where else ""
+    more = len(failed) - 1
+    also = f"; {more:,} more test{'s' * (more > 1)} of {worst.part} fail{'s' * (more == 1)}" if more else ""
+    return f"{says} ({worst.name}{place}: {worst.chance}{also})"
 
 
 def _hints(found: Findings) -> Iterator[str]:
@@ -209,7 +238,7 @@ def _hints(found: Findings) -> Iterator[str]:
     # What would be evidence if it were all that was looked at.
     for test in found.tests:
         if test.p_value < min(3 * test.level, found.levels.alpha):
-            yield f"{test.name} has p = {test.p_value:.2g}; about {_runs(found, 2)} would decide"
+            yield f"{test.name} has {test.chance}; about {_runs(found, 2)} would decide"
     for bound in found.bounds:
         alone = min(3 * bound.level, found.levels.alpha)
         if epsilon_lower_bound(bound.correct, bound.guesses, alone) > bound.claim:

@@ -128,6 +128,8 @@ class TranscriptWriter:
         self._pending: list[pa.Table] = []
         self._rows = 0
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")
+        self._partial.unlink(missing_ok=True)
+        self._partial.touch(mode=0o600)  # noise, and what learners keep to themselves, is their user's alone
         self._writer = self._parquet.ParquetWriter(self._partial, _schema(), compression="zstd")
 
     def write(self, t: int, field: str, values: FloatArray) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
 from sottovoce.network.roster import called
 from sottovoce_client import terminal
+from sottovoce_client.documents import private
 from sottovoce_client.wording import number
 
 _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
@@ -56,8 +56,7 @@ def save(canaries: Canaries, folder: Path) -> str:
     document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
     content = (json.dumps(document, indent=1) + "\n").encode()
     digest = hashlib.sha256(content).hexdigest()
-    with os.fdopen(os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)  # a file that was there keeps its mode
+    with open(folder / _SECRET, "wb", opener=private) as file:
         file.write(content)
     public = {"sha256": digest, "canaries": len(canaries.places), "window": canaries.window, "claim": canaries.claim}
     (folder / _COMMITMENT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.keys import SIZE, Keys
+from sottovoce_client.documents import private
 
 
 def load(path: Path | None, run_id: str) -> Keys:
@@ -29,8 +29,7 @@ def save(path: Path, keys: Keys, run_id: str) -> None:
     """Write what was heard, this run's noise too: for the owner's eyes, for it gives the noise away."""
     runs = [*(_read(path)[0] if path.exists() else ()), run_id]
     beside = path.with_name(path.name + ".new")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)  # a file that was there keeps its mode
+    with open(beside, "wb", opener=private) as file:
         np.savez(file, runs=np.array(runs, dtype=str), table=keys.table)
     beside.replace(path)
 
