@@ -228,3 +228,11 @@ def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None
     gone = view(Look(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
     assert Status(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
     assert not Status(consoles.NOON, replace(gone, state="stopped")).faults
+
+
+def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
+    why = "learner-0 stopped speaking: that would be above the budget of 4"
+    spent = consoles.status(0, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4")
+    other = consoles.status(1, state=LearnerState.STOPPED, detail=why)
+    over = view(Look(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)
+    assert Status(consoles.NOON, replace(over, detail=why)).faults == (f"the run stopped: {why}",)
