@@ -18,6 +18,7 @@ from sottovoce.errors import NotReady, SottovoceError, StrangerError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
+from sottovoce_client.running.operate import UNFED
 from sottovoce_client.web.plans import Plan, plan_of
 from sottovoce_client.web.services import Places, capture_line, course_of, look_at, run_line
 from sottovoce_client.web.view import (
@@ -106,7 +107,8 @@ class Status:
 
 def _ended_itself(run: RunView) -> bool:
     """Was it stopped by what nobody asked for?"""
-    return run.state == "stopped" and any(each.state == "budget exhausted" for each in run.learners)
+    exhausted = any(each.state == "budget exhausted" for each in run.learners)
+    return run.state == "stopped" and (exhausted or run.detail.startswith(UNFED))
 
 
 def faults_of(run: RunView) -> Iterator[str]:
