@@ -88,7 +88,10 @@ class Face:
         """
         caller = self._config.credentials.caller(context)
         if caller is not None and str(caller) not in names and caller.role not in roles:
-            raise StrangerError(f"{caller} is not one whom the owner of {self._config.name!r} has named for this")
+            options = " or ".join([f"--owner {caller}", *([f"--feeder {caller}"] if names == self._feeders else [])])
+            raise StrangerError(
+                f"{caller} is not one whom the owner of {self._config.name!r} has named for this: {options} at that learner"
+            )
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """A stream that a neighbour opens, or a relay for it."""

@@ -228,3 +228,26 @@ def test_a_run_that_failed_is_a_fault_and_one_that_was_stopped_is_none() -> None
     gone = view(Look(0.0, (consoles.status(0),)), state="failed", ended=consoles.NOON + 5)
     assert Status(consoles.NOON, gone).faults == ("the run failed: nobody says why",)
     assert not Status(consoles.NOON, replace(gone, state="stopped")).faults
+
+
+def test_a_run_that_its_budget_stopped_is_a_fault() -> None:
+    why = "learner-0 stopped speaking: that would be above the budget of 4"
+    spent = consoles.status(0, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4")
+    other = consoles.status(1, state=LearnerState.STOPPED, detail=why)
+    over = view(Look(0.0, (spent, other)), state="stopped", ended=consoles.NOON + 5)
+    assert Status(consoles.NOON, replace(over, detail=why)).faults == (f"the run stopped: {why}",)
+
+
+async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(tmp_path: Path) -> None:
+    """The operator who runs it is not one whom the learners' owners have named."""
+    identities = Identities(tmp_path / "ids")
+    spec = small_spec(5, NAMES)
+    async with network(tmp_path, NAMES, identities=identities) as up:
+        stranger = identities.of("operator/mallory")
+        outcome = await up.run(spec, made_up(spec), credentials=stranger)
+        seen = await look(Asked(Places(up.coordinator), credentials=up.operator))
+    what = "--owner operator/mallory or --feeder operator/mallory at that learner"
+    assert outcome.state == "failed" and outcome.detail.endswith(what)
+    (fault,) = seen.faults
+    assert fault.startswith("the run stopped: a feeder could not deliver its records: operator/mallory is not")
+    assert fault.endswith(what)

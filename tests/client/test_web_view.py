@@ -115,7 +115,8 @@ def test_rows_say_how_learners_stand() -> None:
         status(2, noise_is_not_private=True, rules_broken=2, epsilon_own_budget=3.0, epsilon_elsewhere=1.5),
     )
     now = Look(0.0, statuses, away_since=(None, None, NOON))
-    ann, ben, eve = learner_views(plan(), now, None)
+    before = Look(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
+    ann, ben, eve = learner_views(plan(), now, before)
     assert (ann.state, ann.limit, ann.notices) == ("running", 4.0, ("its budget is nearly used up",))
     assert (ben.state, ben.notices) == ("budget exhausted", ("that would be above the budget of 4",))
     assert (eve.state, eve.away_since, eve.limit, eve.own_limit, eve.elsewhere) == ("away", NOON, 1.5, 3.0, 1.5)
@@ -123,6 +124,16 @@ def test_rows_say_how_learners_stand() -> None:
     assert eve.notices[-1] == "messages that broke a rule on its channels: 2"
     lost = replace(plan(), lost=frozenset({"learner-2"}))
     assert learner_views(lost, now, None)[2].state == "lost"
+
+
+def test_a_budget_is_nearly_used_up_only_where_more_of_it_is_being_spent() -> None:
+    """A price that is paid in the first round leaves nothing to look at, however near it is."""
+    looks = [Look(float(t), (status(0, rounds, epsilon_spent=3.998),)) for t, rounds in enumerate((1, 20))]
+    for before in (None, Look(0.0, (status(0, 0),)), looks[0]):
+        (ann,) = learner_views(plan(1), looks[1], before)
+        assert ann.notices == ()
+    (ann,) = learner_views(plan(1), Look(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
+    assert ann.notices == ("its budget is nearly used up",)
 
 
 def test_a_round_is_one_that_all_have_done_who_have_more_to_do() -> None:

@@ -13,7 +13,7 @@ import grpc
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
@@ -40,7 +40,8 @@ MOST_LOOKS = 4_096
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
-_UNFED = "a feeder could not deliver its records"
+UNFED = "a feeder could not deliver its records"
+"""Begins the reason of a run that was stopped for it."""
 
 Watcher = Callable[[Progress, str], None]
 
@@ -201,7 +202,9 @@ class _Running:
             last = await self._watch_it()
         seconds = time.monotonic() - self._began
         state, detail = _state(last), last.detail
-        if last.detail == _UNFED and self._unfed is not None:  # else it ended for another reason, and they with it
+        if (
+            last.detail.startswith(UNFED) and self._unfed is not None
+        ):  # else it ended for another reason, and they with it
             state, detail = "failed", f"records could not be delivered: {first_of(self._unfed)}"
         predictions = await asyncio.gather(*map(self._predict, self._spec.names, self._addresses))
         location = self._started.capture_location
@@ -291,8 +294,7 @@ class _Running:
         async with Tasks() as tasks:
             waits = [tasks.start(event.wait()) for event in (self._stop, self._give_up)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        # Why it could not is for its owner alone.
-        reason = BY_OPERATOR if self._stop.is_set() else _UNFED
+        reason = BY_OPERATOR if self._stop.is_set() else _unfed(self._unfed)
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         while True:
             try:
@@ -391,3 +393,9 @@ def _state(run: coordinator_pb2.Run) -> str:
 
 def _statuses(run: coordinator_pb2.Run) -> list[LearnerStatus]:
     return [LearnerStatus.from_wire(each.status) for each in run.learners]
+
+
+def _unfed(error: BaseException | None) -> str:
+    """Why records could not be delivered, for all in the run: that their feeder may not. All else is for their owner alone."""
+    first = None if error is None else first_of(error)
+    return f"{UNFED}: {plain(str(first))}" if isinstance(first, StrangerError) else UNFED

@@ -18,6 +18,7 @@ from sottovoce.errors import NotReady, SottovoceError, StrangerError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
+from sottovoce_client.running.operate import UNFED
 from sottovoce_client.web.plans import Plan, plan_of
 from sottovoce_client.web.services import Places, capture_line, course_of, look_at, run_line
 from sottovoce_client.web.view import (
@@ -95,7 +96,7 @@ class Status:
     def faults(self) -> tuple[str, ...]:
         """What an operator should look at: of what goes on, or failed; and who does not answer."""
         seen = [each for _, each in self.learners if each.state in _WRONG]
-        if self.run is not None and (self.run.ended is None or self.run.state == "failed"):
+        if self.run is not None and (self.run.ended is None or self.run.state == "failed" or _ended_itself(self.run)):
             seen.insert(0, self.run)
         broken = [
             f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
@@ -104,11 +105,20 @@ class Status:
         return tuple(dict.fromkeys([*self.problems, *told, *broken]))
 
 
+def _ended_itself(run: RunView) -> bool:
+    """Was it stopped by what nobody asked for?"""
+    exhausted = any(each.state == "budget exhausted" for each in run.learners)
+    return run.state == "stopped" and (exhausted or run.detail.startswith(UNFED))
+
+
 def faults_of(run: RunView) -> Iterator[str]:
     """What is wrong with a run, a line on each."""
     if run.state == "failed" and run.ended is not None:
         yield f"the run failed: {run.detail or 'nobody says why'}"
     yield from run.notices
+    if run.ended is not None and _ended_itself(run):
+        yield f"the run stopped: {run.detail or 'nobody says why'}"
+        return  # its learners say the same
     for each in run.learners:
         if each.state == "away" and each.away_since is not None:
             yield f"{each.name} is away since {moment(each.away_since)}, after round {each.rounds}"

@@ -15,7 +15,7 @@ KEPT = 180
 """Looks at a run that are remembered: three minutes."""
 _OVER = (LearnerState.FINISHED, LearnerState.STOPPED)
 NEAR = 0.9
-"""A learner that has spent such a share of its limit is told of."""
+"""A learner that has spent such a share of its limit is told of, where it goes on spending."""
 
 Count = tuple[int, int]
 """Messages, and their bytes."""
@@ -311,7 +311,7 @@ def learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerVi
                 waiting=status.records_waiting,
                 arrival=arrival,
                 accuracy=status.prequential_accuracy,
-                notices=tuple(_notices(status)),
+                notices=tuple(_notices(status, past)),
             )
         )
     return tuple(rows)
@@ -323,12 +323,20 @@ def _standing(status: LearnerStatus, away: float | None, lost: frozenset[str]) -
     return "away" if away is not None else status.state.name.lower().replace("_", " ")
 
 
-def _notices(status: LearnerStatus) -> list[str]:
-    """What an operator should look at."""
+def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
+    """What an operator should look at.
+
+    Where each record is learned once, all is spent in the first round, and rounds after it cost nothing: that is no notice.
+
+    Args:
+        status: of now.
+        past: of an earlier look; None: there is none.
+    """
     told = []
     if status.noise_is_not_private:
         told.append("its noise is not private: this run protects nobody")
-    if status.limit is not None and status.state.under_way and status.epsilon_spent >= NEAR * status.limit:
+    near = status.limit is not None and status.epsilon_spent >= NEAR * status.limit
+    if near and status.state.under_way and past is not None and 0 < past.epsilon_spent < status.epsilon_spent:
         told.append("its budget is nearly used up")
     if status.rules_broken:
         told.append(f"messages that broke a rule on its channels: {status.rules_broken}")
