@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from pydantic_core import to_json
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -125,6 +126,49 @@ def bar(what: str) -> Iterator[Callable[[str], None]]:
 def table(*heads: str, **look: Any) -> Table:
     """A table with these columns, to which more may be added; `look` is Rich's."""
     return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **look)
+
+
+def fitted(
+    width: int, heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Container[str], spare: Sequence[str]
+) -> tuple[Table, list[str]]:
+    """A table that the terminal is wide enough for: text and heads break between words, and nothing else does.
+
+    Args:
+        width: of the terminal.
+        heads, rows: what it says.
+        right: heads of columns that stand to the right, as numbers do; they are never broken.
+        spare: heads of columns that are left out where there is no room for all, the first one first.
+
+    Returns:
+        The table, and the heads that were left out.
+    """
+    columns = dict(zip(heads, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(heads, ())
+    least = {head: max(map(cell_len, _whole(head, columns[head], head in right))) for head in heads}
+    left_out: list[str] = []
+    for head in spare:
+        if _room(width, least) < 0:
+            left_out.append(head)
+            del least[head]
+    most = {head: max(map(cell_len, (head, *columns[head]))) for head in least}
+    made = table()
+    for head in sorted(least, key=lambda each: each in right):  # words gain more by room than heads of numbers
+        wanted, room = most[head] - least[head], max(_room(width, least), 0)
+        least[head] += min(wanted, room)
+    for head, wide in least.items():
+        made.add_column(head, justify="right" if head in right else "left", overflow="fold", width=wide)
+    for cells in zip(*(columns[head] for head in least), strict=True):
+        made.add_row(*cells)
+    return made, left_out
+
+
+def _whole(head: str, cells: Sequence[str], number: bool) -> list[str]:
+    """What of a column must stay in one piece."""
+    return [*head.split(), *(cells if number else " ".join(cells).split())]
+
+
+def _room(width: int, columns: Mapping[str, int]) -> int:
+    """What columns leave of a width, with their margins as in `table`."""
+    return width - sum(columns.values()) - 2 * len(columns)
 
 
 def facts() -> Table:

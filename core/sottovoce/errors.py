@@ -7,6 +7,7 @@ status codes; the command line prints them in one line and exits with code 2.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 
 class Rule(Enum):
@@ -22,6 +23,14 @@ class Rule(Enum):
 
 class SottovoceError(Exception):
     """Base of every error that this project raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, without `__init__`, whose arguments need not be those of `Exception`: it must reach other processes."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(error: type[SottovoceError], args: tuple[Any, ...]) -> SottovoceError:
+    return error.__new__(error, *args)
 
 
 class SpecError(SottovoceError):

@@ -22,8 +22,10 @@ from sottovoce.noise import SeededNoise
 from sottovoce.running.metrics import Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
+from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.page import PageTable
 from sottovoce_client.running.compare import (
     HEADS,
     compare,
@@ -90,6 +92,35 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
         assert row[10] == "4"
         assert " ± " in row[6]
     assert (tmp_path / "compare.md").read_text(encoding="utf-8").strip() in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
+def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
+    heads = ["spec", "algorithm", "ε per event", "accuracy", "consensus error", "floats sent"]
+    rows = [[f"a-long-name-{k}", "pd-ogd", "3.911", "0.6268 ± 0.15", "0.2603 ± 0.015", "31"] for k in range(3)]
+    spare = ["floats sent", "consensus error", "algorithm"]
+    table, left_out = terminal.fitted(width, heads, rows, right=heads[2:], spare=spare)
+    out = io.StringIO()
+    terminal.console(file=out, width=width).print(table)
+    lines = out.getvalue().splitlines()
+
+    assert left_out == spare[: {60: 2}.get(width, 0)]
+    assert max(map(len, lines)) <= width
+    for row in rows:
+        kept = [cell for head, cell in zip(heads, row, strict=True) if head not in left_out]
+        assert [line.split() for line in lines if row[0] in line] == [" ".join(kept).split()]
+    assert "…" not in out.getvalue()
+
+
+def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None:
+    result = result_of("a/one.yaml", prepare(load_spec(written(records, "one"))), replicas=1, seed=0)
+    page = compare_page([result, replace(result, source="b/one.yaml"), replace(result, source="c/two.yaml")])
+    table, figure = page.exhibits[:2]
+
+    assert isinstance(table, PageTable)
+    assert isinstance(figure, Figure)
+    assert [row[0] for row in table.rows] == ["a/one", "b/one", "two"]
+    assert [mark.name for mark in figure.marks if mark.kind == "line"] == ["a/one", "b/one", "two"]
 
 
 def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_path: Path) -> None:

@@ -423,6 +423,14 @@ def test_heatmap_is_small_and_clipped() -> None:
     assert [below.name, above.name] == ["−3.9 and beyond", "3.9 and beyond"]
 
 
+def test_what_grows_beyond_its_noise_is_not_called_noise() -> None:
+    noise = np.random.default_rng(3).laplace(0, 1, (200, 4))
+    for heard, loud in ((noise, False), (noise + np.arange(200.0)[:, None], True)):
+        text = page(summary(2, capture=replace(capture(heard=heard), first_scale=1.0, last_scale=1.0))).text
+        assert ("Mostly this is noise" in text) is not loud
+        assert ("lasting bands are what was learned of many records together" in text) is loud
+
+
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ImportError(name)

@@ -90,6 +90,19 @@ def test_what_is_not_allowed_is_refused(tmp_path: Path) -> None:
         sweep(experiment, {}, seeds=0)
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_combination_that_cannot_be_run_is_named_before_any_is_simulated(tmp_path: Path, jobs: int) -> None:
+    told: list[int] = []
+    experiment = small(tmp_path).replace(algorithm={"name": "pd-ftgl", "epsilon": 1.0})
+
+    with pytest.raises(SpecError, match=r"^algorithm\.sigma=1, rounds=0: rounds: must be greater than 0"):
+        sweep(small(tmp_path), {"algorithm.sigma": [1, 2], "rounds": [4, 0]}, seeds=1, jobs=jobs)
+    changes = {"algorithm.block_length": [2, 20]}
+    with pytest.raises(SpecError, match=r"^algorithm\.block_length=20: .* \[BLOCK_LENGTH\]$"):
+        sweep(experiment, changes, seeds=1, jobs=jobs, progress=lambda done, _: told.append(done))
+    assert told == []
+
+
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Of 400 intervals of 50 normal numbers a percentile bootstrap covers about 94 %; fewer than 88 %: p < 1e-5."""
     generator = np.random.default_rng(1)

@@ -13,6 +13,12 @@ from sottovoce.data.folders import VARIABLE, cache_folder, find
 from sottovoce.data.known import KNOWN, KnownSource, nearest
 from sottovoce.errors import SpecError
 from sottovoce_client import terminal
+from sottovoce_client.wording import NOTHING
+
+HEADS = ("name", "records", "held out", "features", "classes", "task", "licence", "download", "here")
+_NUMBERS = ("records", "held out", "features", "classes", "download")
+_SPARE = ("licence", "held out", "classes", "task")
+"""Least needed first, where a terminal is narrow."""
 
 
 def known(name: str) -> KnownSource:
@@ -33,19 +39,15 @@ def show(folders: Sequence[Path], console: Console) -> None:
         folders: where data sets are looked for.
         console: where to print.
     """
-    table = terminal.table()
-    table.add_column("name", no_wrap=True)
-    for head in ("records", "held out", "features", "classes"):
-        table.add_column(head, justify="right")
-    for head in ("task", "licence"):
-        table.add_column(head, overflow="fold")
-    table.add_column("download", justify="right", no_wrap=True)
-    table.add_column("here", no_wrap=True)
+    rows = []
     for source in KNOWN.values():
         numbers = (source.records, source.held_out, source.features, len(source.classes))
-        counts = [f"{number:,}" if number else "–" for number in numbers]
-        table.add_row(source.name, *counts, source.task, source.licence, _size(source.download), _here(source, folders))
+        counts = [f"{number:,}" if number else NOTHING for number in numbers]
+        rows.append([source.name, *counts, source.task, source.licence, _size(source.download), _here(source, folders)])
+    table, left_out = terminal.fitted(console.width, HEADS, rows, right=_NUMBERS, spare=_SPARE)
     console.print(table)
+    if left_out:
+        console.print(f"a wider terminal shows {'; '.join(left_out)}, too; so does sottovoce data describe NAME")
     for folder in folders:
         console.print(Text(f"{_called(folder)}: {folder}{f' (${VARIABLE})' if _called(folder) == 'yours' else ''}"))
     console.print("to get one that is not here: sottovoce data fetch NAME")
@@ -65,7 +67,7 @@ def facts_of(source: KnownSource) -> dict[str, Any]:
 
 def _size(download: int) -> str:
     """In megabytes."""
-    return "–" if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
+    return NOTHING if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
 
 
 def _here(source: KnownSource, folders: Sequence[Path]) -> str:

@@ -17,6 +17,8 @@ from sottovoce_client.wording import number
 
 MOST_HEARD = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
+_LOUD = 8.0
+"""Noise scales that a number of noise alone exceeds too seldom to be seen: Laplace noise does once in 3,000."""
 _BELOW, _ABOVE = (0x1F, 0x6F, 0xC0), (0xD6, 0x4A, 0x1C)
 _MOST_ROWS = 8
 
@@ -25,8 +27,7 @@ def heard_figure(heard: FloatArray) -> Figure:
     """What one learner said: rounds across, coordinates down; blue below zero, red above, extreme values clipped."""
     rounds, coordinates = (thinned(n, most) for n, most in zip(heard.shape, MOST_HEARD, strict=True))
     shown = heard[np.ix_(rounds, coordinates)].T
-    known = np.abs(shown[np.isfinite(shown)])
-    reach = (float(np.quantile(known, 0.98)) if known.size else 1.0) or 1.0
+    reach = _reach(shown) or 1.0
     part = np.nan_to_num(np.clip(shown / reach, -1, 1))
     # Colour grows out of the page's own ground, light or dark.
     pixels = np.empty((*part.shape, 4), dtype=np.uint8)
@@ -40,6 +41,17 @@ def heard_figure(heard: FloatArray) -> Figure:
         for sign, colour in (("−", "heard-below"), ("", "heard-above"))
     ]
     return Figure("heard", "What was overheard", [picture, *scale], (View("", *sides),), 320, _numbers(heard))
+
+
+def _reach(heard: FloatArray) -> float:
+    """What 2 % of the numbers lie beyond, whatever their sign; 0 of none."""
+    known = np.abs(heard[np.isfinite(heard)])
+    return float(np.quantile(known, 0.98)) if known.size else 0.0
+
+
+def loud(heard: FloatArray, scale: float) -> bool:
+    """Whether what was said is more than noise of this scale, at a glance."""
+    return _reach(heard) > _LOUD * scale
 
 
 def _numbers(heard: FloatArray) -> PageTable:

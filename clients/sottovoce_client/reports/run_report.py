@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sottovoce_client.reports.heard import MOST_HEARD
+from sottovoce_client.reports.heard import MOST_HEARD, loud
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
@@ -65,6 +65,7 @@ def run_page(summary: RunSummary) -> Page:
         "measured": measured_line(summary.measured),
         "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,
+        "loud": (said := summary.capture) is not None and loud(said.heard, max(said.first_scale, said.last_scale)),
         "few_looks": _FEW_LOOKS,
     }
     return Page("run.html.j2", [*run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.source import DataSpec
@@ -48,6 +47,20 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
+_TEXTS = 3
+"""So many columns are words, those after them numbers."""
+_SPARE = (
+    "rounds/s",
+    "floats sent",
+    "threat model",
+    "ε, paper",
+    "consensus error",
+    "regret per round",
+    "algorithm",
+    "ε per record",
+    "average loss",
+)
+"""Least needed first, where a terminal is narrow."""
 _PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
     ("average_loss", "average network loss", "number"),
     ("accuracy", "accuracy on held-out records", "share"),
@@ -138,7 +151,7 @@ def compare(
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
-        console.print(_table(results)) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
+        _print_table(results, console) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
     return 1 if failures else 0
@@ -206,10 +219,23 @@ def _safe_from(guarantee: Guarantee) -> str:
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _names(results: Sequence[Result]) -> list[str]:
+    """What each is called: its file's name, and with its folders where two would be called alike."""
+    short_names = [Path(result.source).stem for result in results]
+    return [
+        str(Path(result.source).with_suffix("")) if short_names.count(name) > 1 else name
+        for result, name in zip(results, short_names, strict=True)
+    ]
+
+
+def _rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    return [_row(result, name) for result, name in zip(results, _names(results), strict=True)]
+
+
+def _row(result: Result, name: str) -> tuple[str, ...]:
     regret = _final(result, "static_regret", 1.0 / result.rounds)
     return (
-        Path(result.source).stem,
+        name,
         result.algorithm,
         result.threat_model,
         number(result.paper),
@@ -231,19 +257,17 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     return with_error(factor * curve.final, factor * curve.final_error)
 
 
-def _table(results: Sequence[Result]) -> Table:
-    table = terminal.table()
-    for k, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
-    for result in results:
-        table.add_row(*_row(result))
-    return table
+def _print_table(results: Sequence[Result], console: Console) -> None:
+    table, left_out = terminal.fitted(console.width, HEADS, _rows(results), right=HEADS[_TEXTS:], spare=_SPARE)
+    console.print(table)
+    if left_out:
+        console.out(f"a wider terminal shows {'; '.join(left_out)}, too; so does compare.html", highlight=False)
 
 
 def _as_markdown(results: Sequence[Result]) -> str:
     """The table for a page of documentation."""
-    rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
-    rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in _row(result)] for result in results)]
+    rule = ["---"] * _TEXTS + ["---:"] * (len(HEADS) - _TEXTS)
+    rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -287,27 +311,27 @@ def _document(result: Result) -> dict[str, Any]:
 def compare_page(results: Sequence[Result]) -> Page:
     """The table, and one figure per metric, a line per spec."""
     figures = [_plot(results, *what) for what in _PLOTS]
-    columns = [Column(head, kind="text" if k < 3 else "number") for k, head in enumerate(HEADS)]
-    table = PageTable("results", "Algorithms side by side", columns, [_row(result) for result in results])
+    columns = [Column(head, kind="text" if k < _TEXTS else "number") for k, head in enumerate(HEADS)]
+    table = PageTable("results", "Algorithms side by side", columns, _rows(results))
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
 
 
 def _plot(results: Sequence[Result], metric: str, title: str, form: Literal["number", "share"]) -> Figure:
     marks = [
         mark
-        for k, result in enumerate(results)
+        for k, (result, name) in enumerate(zip(results, _names(results), strict=True))
         if metric in result.curves
-        for mark in _lines(result, metric, k, banded=len(results) <= len(PALETTE))
+        for mark in _lines(result, name, metric, k, banded=len(results) <= len(PALETTE))
     ]
     view = View("", Axis("rounds", log=True, form="count"), Axis(title, form=form))
     return Figure(metric.replace("_", "-"), title.capitalize(), marks, (view,), height=340)
 
 
-def _lines(result: Result, metric: str, k: int, *, banded: bool) -> list[Mark]:
+def _lines(result: Result, name: str, metric: str, k: int, *, banded: bool) -> list[Mark]:
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
     rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
     dash = _DASHES[k // len(PALETTE) % len(_DASHES)]
-    mean = line(rounds, curve.mean, short(Path(result.source).stem, 40), colour, dash=dash)
+    mean = line(rounds, curve.mean, short(name, 40), colour, dash=dash)
     if not (banded and np.isfinite(curve.error).all()):
         return [mean]
     return [band(rounds, curve.mean - 2 * curve.error, curve.mean + 2 * curve.error, colour), mean]

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.data.folders import data_folders
 from sottovoce.door import simulate
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment
+from sottovoce.errors import DataError, SpecError
+from sottovoce.experiment import Experiment, prepare
 from sottovoce.table import Table
 from sottovoce_client.backends import Backend, mapper_over
 
@@ -77,7 +78,8 @@ def sweep(
         largest one (the sum, where all share their records; with `vary_data` the largest of all seeds), and `seeds`.
 
     Raises:
-        SpecError: a field or value is not allowed, no such metric, or what the backend or the metrics need is not installed.
+        SpecError: a field or value is not allowed (of which combination, is said before anything is simulated), no such
+            metric, or what the backend or the metrics need is not installed.
         Unavailable: nobody answers where the cluster should be.
         DataError: the data cannot be used.
 
@@ -96,7 +98,7 @@ def sweep(
     if vary_data and "data.seed" in changes:
         raise SpecError("data.seed is what vary_data varies, so it cannot be among the changes")
     settings = list(itertools.product(*changes.values()))
-    each = [experiment.replace(**dict(zip(changes, setting, strict=True))) for setting in settings]
+    each = [_changed(experiment, dict(zip(changes, setting, strict=True))) for setting in settings]
     jobs_of = [_jobs(one, seeds, seed, metrics, vary_data=vary_data) for one in each]
     done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress))
     rows = [
@@ -105,6 +107,20 @@ def sweep(
         for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed)
     ]
     return Table.of((*changes, *RESULTS), rows)
+
+
+def _changed(experiment: Experiment, setting: Mapping[str, Any]) -> Experiment:
+    """One combination, that can be run. Its records are not kept: they would travel to every process."""
+    try:
+        one = experiment.replace(**setting)
+        prepare(one, folders=data_folders())
+    except (SpecError, DataError) as error:
+        told = str(error).removeprefix("experiment: ")
+        named = ", ".join(f"{field}={_shown(value)}" for field, value in setting.items())
+        if not named:
+            raise
+        raise (SpecError if isinstance(error, SpecError) else DataError)(f"{named}: {told}") from error
+    return one
 
 
 def _jobs(

@@ -1,0 +1,54 @@
+"""Errors of this project: they arrive as they are raised, in another process, too."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from sottovoce.errors import CheckFailed, EquivocationError, RemoteProtocolError, Rule, RunOver, SottovoceError
+
+RAISED_BY = (
+    "sottovoce_client.auditing.network",
+    "sottovoce_client.lab.watching.canaries",
+    "sottovoce_client.running.launch",
+    "sottovoce_client.running.operate",
+)
+"""Modules with errors of their own."""
+
+
+def _all(error: type[SottovoceError]) -> Iterator[type[SottovoceError]]:
+    yield error
+    for narrower in error.__subclasses__():
+        yield from _all(narrower)
+
+
+def _made(error: type[SottovoceError]) -> SottovoceError:
+    if issubclass(error, CheckFailed):
+        return error("BLOCK_LENGTH", "blocks must be longer")
+    return error("it went wrong")
+
+
+def test_every_error_reaches_another_process() -> None:
+    for module in RAISED_BY:
+        importlib.import_module(module)
+
+    assert len(set(_all(SottovoceError))) >= 17
+    for error in _all(SottovoceError):
+        raised = _made(error)
+        found = pickle.loads(pickle.dumps(raised))  # noqa: S301 - as joblib does
+        assert type(found) is error
+        assert (str(found), found.args, vars(found)) == (str(raised), raised.args, vars(raised))
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [RunOver("over", "aborted"), RemoteProtocolError("no", Rule.TURN), EquivocationError("two"), CheckFailed("A", "b")],
+)
+def test_what_an_error_knows_goes_with_it(raised: SottovoceError) -> None:
+    found = copy.copy(raised)
+    assert vars(found) == vars(raised)
+    assert found.args == raised.args
