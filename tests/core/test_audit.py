@@ -116,8 +116,8 @@ def test_evidence_says_what_was_found_one_line_a_class_the_cause_first() -> None
     ]
     fresh = [Test("ties", "no noise is said again", 40.0, 4.4e-7, "numbers; 0.00161 expected; east, in two runs")]
     lags = [Test("lags", "no noise is related to noise before it", 0.1, 1e-20, "")]
-    parts = (("marginal", marginal), ("dependence", lags), ("freshness", fresh))
-    tests = tuple(each for part, own in parts for each in levels.judged(part, own))
+    judged = levels.judged
+    tests = (*judged("marginal", marginal), *judged("dependence", lags), *judged("freshness", fresh))
     found = decide(replace(consistent(), tests=tests))
     assert found.evidence == (
         "the same noise was said again, 40 times (ties at numbers; 0.00161 expected; east, in two runs: p = 4.4e-07)",
