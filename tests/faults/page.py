@@ -29,8 +29,8 @@ anything else than was said, and all of it is signed but for the last block of r
 end, and none has ended or spoken as only a bug does. A promise is *held* where none of this was broken in any try. Code:
 `tests/faults/`.
 
-With `capture: mirror` a learner that is killed loses the copies of its last rounds for good: the run finishes, and the verdict is that
-too little was overheard. Take `relay` where [the audit must survive that](eavesdropper.md).
+With `capture: mirror` a learner that is killed loses the copies of its last rounds for good: the run finishes, and the verdict is
+that too little was overheard. Take `relay` where [the audit must survive that](eavesdropper.md).
 """
 
 
