@@ -17,22 +17,49 @@ import grpc
 from sottovoce_rpc.tasks import beside
 
 
+class Turns:
+    """Who is told that something has come: one in each turn of the event loop.
+
+    gRPC hands over one event a turn, too. If all learners of a large host took their rounds in one turn, whoever asks one of them
+    anything would wait for many such turns.
+    """
+
+    def __init__(self) -> None:
+        self._due = deque[Callable[[], None]]()
+
+    def take(self, wake: Callable[[], None]) -> None:
+        """It is called when it is its turn."""
+        self._due.append(wake)
+        if len(self._due) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._due[0]()
+        self._due.popleft()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
 class NearStream:
     """One end of a stream, read and written as a call of grpc.aio is.
 
     What was written and not read yet is bounded as what a link has due is: a reader takes what comes at once, and refuses more.
+
+    Args:
+        turns: of all streams of the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._come = deque[bytes]()
         self._awaited: asyncio.Future[None] | None = None
         self._over = False
         self._other: NearStream | None = None
 
     @classmethod
-    def pair(cls) -> tuple[Self, Self]:
+    def pair(cls, turns: Turns) -> tuple[Self, Self]:
         """Both ends of a new stream."""
-        one, other = cls(), cls()
+        one, other = cls(turns), cls(turns)
         one._other, other._other = other, one
         return one, other
 
@@ -54,7 +81,7 @@ class NearStream:
         if self._over or self._other is None:
             raise asyncio.InvalidStateError("the stream is over")
         self._other._come.append(message)
-        self._other._wake()
+        self._turns.take(self._other._wake)
 
     def end(self) -> None:
         """Nothing more is written; what was written can be read."""
@@ -77,6 +104,7 @@ class Nearby:
 
     def __init__(self) -> None:
         self._learners: dict[str, tuple[Accept, set[NearStream]]] = {}
+        self._turns = Turns()
 
     def add(self, address: str, accept: Accept) -> None:
         """A learner is there."""
@@ -99,7 +127,7 @@ class Nearby:
             SottovoceError: the other side erred: what it says.
         """
         accept, streams = self._learners[address]
-        ours, theirs = NearStream.pair()
+        ours, theirs = NearStream.pair(self._turns)
         streams.add(theirs)
         try:
             async with beside(accept(theirs)):

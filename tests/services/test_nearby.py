@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import exchange
 from sottovoce_learner.memory import Memory
-from sottovoce_learner.nearby import Nearby, NearStream
+from sottovoce_learner.nearby import Nearby, NearStream, Turns
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -119,7 +120,7 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
 
 
 async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
-    ours, theirs = NearStream.pair()
+    ours, theirs = NearStream.pair(Turns())
     await ours.write(b"one")
     await ours.write(b"two")
     theirs.end()
@@ -127,6 +128,29 @@ async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
     assert await ours.read() is grpc.aio.EOF
     with pytest.raises(Exception, match="over"):
         await ours.write(b"three")
+
+
+async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
+    """Else whoever asks a learner of a large host waits until all others have taken their rounds."""
+    turns, told = Turns(), list[int]()
+    pairs = [NearStream.pair(turns) for _ in range(20)]
+
+    async def reading(k: int) -> None:
+        await pairs[k][1].read()
+        told.append(k)
+
+    async with asyncio.TaskGroup() as group:
+        for k in range(20):
+            group.create_task(reading(k))
+        await asyncio.sleep(0)  # all wait
+        for ours, _ in pairs:
+            await ours.write(b"x")
+        before = 0
+        while len(told) < 20:
+            await asyncio.sleep(0)
+            assert len(told) - before <= 1
+            before = len(told)
+    assert told == list(range(20))
 
 
 async def test_an_error_of_the_other_side_is_told_and_a_bugs_text_is_not(
