@@ -50,6 +50,7 @@ _LEAST_FREE = 1024**3
 _EXTRAS = {
     "audit": ("pyarrow", "jinja2", "pooch", "scipy"),
     "fast": ("uvloop",),
+    "feed": ("aiokafka", "nats", "paho.mqtt", "redis", "starlette", "uvicorn"),
     "accounting": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "query": ("duckdb",),
@@ -124,7 +125,9 @@ def _installed() -> Iterator[Finding]:
     yield Finding("versions", "well", f"sottovoce {own}, Python {platform.python_version()}, grpcio {grpcio}")
     lacking = [extra for extra, names in _EXTRAS.items() if not all(map(_there, names))]
     there = [extra for extra in _EXTRAS if extra not in lacking]
-    text = f"{', '.join(there) or 'none'}{f'; not installed: {chr(44).join(lacking)}' if lacking else ''}"
+    text = ", ".join(there) or "none"
+    if lacking:
+        text += f"; not installed: {', '.join(lacking)}"
     yield Finding("extras", "well", text)
 
 

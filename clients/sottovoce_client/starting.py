@@ -440,7 +440,8 @@ def _lines(
         yield f"  partition: {_flow(document['data'].get('partition', {'kind': 'iid'}))}"
     if not (table is not None and table.round is not None):
         yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
-        yield f"  # so of a learner's records up to {count(dealt.left)} are not learned"
+        if dealt.left:
+            yield f"  # so of a learner's records up to {count(dealt.left)} are not learned"
     yield "  reuse: false  # each record once"
     if dealt.held:
         yield f"  # {count(dealt.held)} records are held out, for accuracy and the constants of scale. Nothing protects these."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import traceback
 import warnings
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import structlog
+from structlog.typing import Processor
 
 from sottovoce import errors
 from sottovoce.plain import plain
@@ -44,13 +46,14 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
         raise errors.SpecError(f"the log format must be one of {', '.join(forms)}, got {form}")
     warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that overflow: whether one does depends on records
     tty = sys.stderr.isatty()
-    people = [_plainly, structlog.dev.ConsoleRenderer(colors=tty)]
+    people: list[Processor] = [_plainly, structlog.dev.ConsoleRenderer(colors=tty)]
+    programs: list[Processor] = [_strictly, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            *(people if form == "people" or (tty and form == "auto") else [structlog.processors.JSONRenderer()]),
+            *(people if form == "people" or (tty and form == "auto") else programs),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -60,6 +63,13 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
 def _plainly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """On a terminal what others have said is text, on one line; JSON escapes it by itself."""
     return {plain(name): plain(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _strictly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """JSON has no infinity and no NaN, and who reads it strictly would drop the line."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in event.items()
+    }
 
 
 def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:

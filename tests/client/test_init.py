@@ -258,3 +258,18 @@ def test_so_is_what_the_file_or_schema_says_otherwise(
         options = {**options, "schema": Path(given[1])}
     with pytest.raises(SpecError, match=said):
         begin(Wishes(path, **options), tmp_path, None, print)
+
+
+@pytest.mark.parametrize(("shares", "left"), [((3, 1), True), ((1, 1), False)])
+def test_records_that_a_large_learner_never_says_are_told(
+    here: Here, tmp_path: Path, shares: tuple[int, int], left: bool
+) -> None:
+    """The learner with the fewest records sets the batch of all."""
+    rows = np.repeat(["north", "south"], [N * each // sum(shares) for each in shares])
+    labels = np.where(np.arange(N) % 2, "sick", "well")
+    csv.write_csv(_table(labels, learner=rows), tmp_path / "sites.csv")
+    options = ["--label", "outcome", "--epsilon", "2", "--rounds", "4", "--out", str(tmp_path / "sites.yaml")]
+    code, out, err = here("init", str(tmp_path / "sites.csv"), *options)
+    assert code == 0, err
+    assert ("are not learned" in out) is left
+    assert ("are not learned" in (tmp_path / "sites.yaml").read_text(encoding="utf-8")) is left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,18 @@ def test_how_logs_are_written_where_there_is_no_terminal(form: str, is_json: boo
     code += "structlog.get_logger().info('joined', learner='ann')"
     line = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert ('"event": "joined"' in line) is is_json and "joined" in line and "\x1b" not in line
+
+
+def test_a_line_is_json_whatever_a_number_is() -> None:
+    code = "import math, structlog\nfrom sottovoce_rpc.logs import configure_logs\nconfigure_logs('info', 'json')\n"
+    code += "structlog.get_logger().info('waits', seconds=math.inf, share=math.nan, rounds=3)"
+    line = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    said = json.loads(line, parse_constant=refuse)
+    assert (said["seconds"], said["share"], said["rounds"]) == (None, None, 3)
 
 
 # ---- errors of others ------------------------------------------------------------------------------------------------

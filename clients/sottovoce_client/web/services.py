@@ -198,7 +198,7 @@ def capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
     """A capture in the list."""
     state = told.error or ("open" if told.open else "closed")
     if told.gaps:
-        state += f"; rounds are missing in {told.gaps} places"
+        state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
     location = plain(told.location)
     return CaptureLine(
         Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
