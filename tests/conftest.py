@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from sottovoce_client.entry import settle
@@ -64,6 +65,13 @@ def same_umask() -> Iterator[None]:
     os.umask(before)
     yield
     os.umask(before)
+
+
+@pytest.fixture(autouse=True)
+def same_logs() -> Iterator[None]:
+    """Such commands also say how logs are written, and where to: a stream that is closed once the test is over."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
