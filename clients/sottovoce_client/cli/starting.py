@@ -115,7 +115,9 @@ def init(
         f"{path}: {spec.algorithm.name}, {spec.n_learners} learners, {spec.rounds} rounds; epsilon {begun.epsilon:.4g} per record"
     )
     if begun.left and spec.data.batch_size != "all":
-        typer.echo(f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)")
+        typer.echo(
+            f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)"
+        )
     if begun.unscaled:
         typer.echo(f"note: {begun.unscaled}")
     typer.echo("next:")
