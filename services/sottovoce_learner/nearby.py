@@ -34,10 +34,10 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._due[0]()
-        self._due.popleft()
+        wake = self._due.popleft()
         if self._due:
             asyncio.get_running_loop().call_soon(self._next)
+        wake()
 
 
 class NearStream:
