@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -122,6 +123,5 @@ def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
         features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         obey = all(map(np.array_equal, (features, labels), loss.enforce(features, labels)))
-        for batch in map(Batch, features, labels):
-            yield batch.known_bounded(loss) if obey else batch
+        yield from map(partial(Batch.bounded, loss) if obey else Batch, features, labels)
         t += many
