@@ -22,7 +22,7 @@ from sottovoce.decision_sets import L2Ball
 from sottovoce.losses import Loss, bounded, margin, scale_rows
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
-from sottovoce.noise import Draw, SeededNoise, grid
+from sottovoce.noise import Draw, SeededNoise, grid, streams
 from sottovoce.running import simulator
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -41,28 +41,28 @@ SOLVING = {"admm", "dvp", "pvp"}
 
 
 class PlainNoise:
-    """The numbers of `SeededNoise`: exponentials, then a bit each for the sign, `noise.AHEAD` at a time where draws are small."""
+    """The numbers of `SeededNoise`: of a generator for each replica, `-log|2u - 1|` with the other sign than `2u - 1`."""
 
     def __init__(self, seed: int) -> None:
-        self._generator = np.random.Generator(np.random.SFC64(seed))
-        self._left = np.empty(0)
+        self._seed = seed
+        self._generators: dict[int, np.random.Generator] = {}
 
     def __call__(self, draw: Draw) -> FloatArray:
-        count = math.prod(draw.shape)
-        if 4 * count > noise.AHEAD:
-            standard = self._signed(count)
-        else:
-            if count > len(self._left):
-                self._left = self._signed(noise.AHEAD)
-            standard, self._left = self._left[:count], self._left[count:]
         assert draw.law == "laplace" and draw.grid is not None
-        rounded: FloatArray = np.floor(standard.reshape(draw.shape) * (draw.scale / draw.grid) + 0.5) * draw.grid
+        lead, replicas, dim = (1,) * (
+            3 - len(draw.shape)
+        ) + draw.shape  # without learners: of one; or of replica 0, too
+        each = [self._standard(k, lead * dim).reshape(lead, dim) for k in range(replicas)]
+        standard = np.stack(each, axis=1).reshape(draw.shape)
+        rounded: FloatArray = np.floor(standard * (draw.scale / draw.grid) + 0.5) * draw.grid
         return rounded
 
-    def _signed(self, count: int) -> FloatArray:
-        sizes = self._generator.standard_exponential(count)
-        bits = np.unpackbits(np.frombuffer(self._generator.bytes(-(-count // 8)), np.uint8), count=count)
-        return np.where(bits, -sizes, sizes)
+    def _standard(self, replica: int, count: int) -> FloatArray:
+        if replica not in self._generators:
+            seed = np.random.SeedSequence(self._seed, spawn_key=(streams._REPLICA, 0, replica))
+            self._generators[replica] = np.random.Generator(np.random.SFC64(seed))
+        side = 2.0 * self._generators[replica].random(count) - (1.0 - 2.0**-53)
+        return np.copysign(np.log(np.abs(side)), -side)
 
 
 def plain_project(ball: L2Ball, theta: FloatArray) -> FloatArray:
@@ -147,7 +147,7 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
 # ---- part by part ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, 585, noise.AHEAD // 4, noise.AHEAD // 4 + 1, 58_500])
+@pytest.mark.parametrize("count", [7, 585, streams.ENOUGH // 2, streams.ENOUGH // 2 + 1, 58_500])
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray, Scalars, in_parts
 from sottovoce.noise import SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
 
 _FARTHEST, _ROUNDING = 65.0, 1e-9
@@ -59,9 +59,16 @@ def _said(
     if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
     spacing = grid(scale)
-    said = on_grid(vector, spacing)
-    said += noise(Draw(law, field, t, scale, spacing, vector.shape, later))
-    return said
+    drawn = noise(Draw(law, field, t, scale, spacing, vector.shape, later))
+    return in_parts(_with_noise, vector, spacing, drawn)
+
+
+def _with_noise(vector: FloatArray, spacing: Scalars, drawn: FloatArray, said: FloatArray) -> None:
+    """`on_grid`, and the noise."""
+    np.divide(vector, spacing, out=said)
+    np.rint(said, out=said)
+    said *= spacing
+    said += drawn
 
 
 def lattice_of(field: str, scale: float) -> dict[str, float]:
