@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,42 +24,6 @@ def scalars(per_learner: Sequence[float]) -> Scalars:
     """A number of each learner, ready to broadcast: one number if all are equal."""
     first = per_learner[0]
     return first if per_learner.count(first) == len(per_learner) else np.array(per_learner).reshape(-1, 1, 1)
-
-
-FITTING = 2**15
-"""Numbers that stay in a processor's cache (256 KiB) while several steps work on them."""
-
-
-def in_parts(
-    steps: Callable[..., object], first: FloatArray, *others: Scalars, out: FloatArray | None = None
-) -> FloatArray:
-    """What some steps write, number by number, into an array as the first one, in parts that fit into the cache.
-
-    Args:
-        steps: they get a part of each, in order, and of the array that they write.
-        first: `(learners, replicas, dim)` in parts; else, and where it is not much larger than a part, it is taken whole.
-        others: they broadcast to it.
-        out: of the first one's shape, and perhaps one of the others; None: a new array.
-    """
-    made = np.empty(first.shape) if out is None else out
-    if first.size <= 4 * FITTING or first.ndim != 3:
-        steps(first, *others, made)
-        return made
-    learners, replicas, dim = first.shape
-    most = max(FITTING // dim, 1)
-    for i in range(learners):
-        for k in range(0, replicas, most):
-            steps(*[_part(each, i, k, k + most) for each in (first, *others, made)])
-    return made
-
-
-def _part(values: Scalars, learner: int, first: int, after: int) -> Scalars:
-    """Of one learner and some replicas."""
-    if isinstance(values, float) or values.ndim < 2:
-        return values
-    if values.ndim > 2 and len(values) > 1:
-        values = values[learner : learner + 1]
-    return values[..., first:after, :] if values.shape[-2] > 1 else values
 
 
 def as_floats(values: Any) -> FloatArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -49,9 +48,7 @@ class PlainNoise:
 
     def __call__(self, draw: Draw) -> FloatArray:
         assert draw.law == "laplace" and draw.grid is not None
-        lead, replicas, dim = (1,) * (
-            3 - len(draw.shape)
-        ) + draw.shape  # without learners: of one; or of replica 0, too
+        lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
         each = [self._standard(k, lead * dim).reshape(lead, dim) for k in range(replicas)]
         standard = np.stack(each, axis=1).reshape(draw.shape)
         rounded: FloatArray = np.floor(standard * (draw.scale / draw.grid) + 0.5) * draw.grid
@@ -147,7 +144,7 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
 # ---- part by part ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, 585, streams.ENOUGH // 2, streams.ENOUGH // 2 + 1, 58_500])
+@pytest.mark.parametrize("count", [7, 585, streams.AHEAD_OF_ONE // 2, streams.AHEAD_OF_ONE // 2 + 1, 58_500])
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):

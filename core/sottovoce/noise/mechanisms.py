@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, Scalars, in_parts
+from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.noise import SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
 
 _FARTHEST, _ROUNDING = 65.0, 1e-9
@@ -59,16 +59,9 @@ def _said(
     if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
     spacing = grid(scale)
-    drawn = noise(Draw(law, field, t, scale, spacing, vector.shape, later))
-    return in_parts(_with_noise, vector, spacing, drawn)
-
-
-def _with_noise(vector: FloatArray, spacing: Scalars, drawn: FloatArray, said: FloatArray) -> None:
-    """`on_grid`, and the noise."""
-    np.divide(vector, spacing, out=said)
-    np.rint(said, out=said)
-    said *= spacing
-    said += drawn
+    said = on_grid(vector, spacing)
+    said += noise(Draw(law, field, t, scale, spacing, vector.shape, later))
+    return said
 
 
 def lattice_of(field: str, scale: float) -> dict[str, float]:

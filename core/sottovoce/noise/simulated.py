@@ -8,10 +8,10 @@ from typing import assert_never
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, Scalars, in_parts
+from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.noise.draw import Draw, Noise
-from sottovoce.noise.streams import LAPLACE, NORMAL, Standard, Streams, gamma
+from sottovoce.noise.streams import Streams, laplace, normal
 
 
 class SeededNoise:
@@ -26,42 +26,33 @@ class SeededNoise:
     """
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
-        self._seed = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
-        self._streams: dict[tuple[int, ...], Streams] = {}
+        seed = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
+        self._laplace, self._normal = Streams(seed, 0, laplace), Streams(seed, 1, normal)
 
     def __call__(self, draw: Draw) -> FloatArray:
         match draw.law:
             case "laplace":
-                standard = self._of(LAPLACE).take(draw.shape)
+                standard = self._laplace.take(draw.shape)
             case "gaussian":
-                standard = self._of(NORMAL).take(draw.shape)
+                standard = self._normal.take(draw.shape)
             case "spherical":
                 return self._spherical(draw)
             case _:
                 assert_never(draw.law)
+        drawn = np.multiply(standard, draw.scale if draw.grid is None else draw.scale / draw.grid, order="C")
         if draw.grid is None:
-            return np.multiply(standard, draw.scale, order="C")
-        return in_parts(_rounded, standard, draw.scale / draw.grid, draw.grid)
+            return drawn
+        drawn += 0.5
+        np.floor(drawn, out=drawn)
+        drawn *= draw.grid
+        return drawn
 
     def _spherical(self, draw: Draw) -> FloatArray:
-        *lead, dim = draw.shape
-        direction = np.array(self._of(NORMAL).take(draw.shape), order="C")
+        """A normal vector's direction, and the sum of as many exponential numbers as its norm: a gamma number."""
+        direction = np.array(self._normal.take(draw.shape), order="C")
         direction *= 1.0 / np.linalg.norm(direction, axis=-1, keepdims=True)
-        direction *= self._of(gamma(dim)).take((*lead, 1)) / draw.scale
+        direction *= np.abs(self._laplace.take(draw.shape)).sum(axis=-1, keepdims=True) / draw.scale
         return direction
-
-    def _of(self, law: Standard) -> Streams:
-        streams = self._streams.get(law.key)
-        if streams is None:
-            streams = self._streams[law.key] = Streams(law, self._seed)
-        return streams
-
-
-def _rounded(standard: FloatArray, times: Scalars, spacing: Scalars, drawn: FloatArray) -> None:
-    np.multiply(standard, times, out=drawn)
-    drawn += 0.5
-    np.floor(drawn, out=drawn)
-    drawn *= spacing
 
 
 def no_noise(draw: Draw) -> FloatArray:

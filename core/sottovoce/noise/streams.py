@@ -1,153 +1,95 @@
-"""Standard numbers for replicas side by side, each replica's from a generator of its own.
+"""Numbers of one scale for replicas side by side, each replica's from a generator of its own.
 
-So a replica's numbers are the same however many others there are. A call for each replica and round would cost more than the
-numbers: those of several rounds are drawn in one, which changes none of them, for each comes from its generator in its turn.
+So a replica's numbers are the same beside any number of others. A call for each replica and draw would take longer than the
+numbers: those of several draws come in one call, which changes none of them, for a generator gives them in the same order.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from sottovoce.arrays import FITTING, FloatArray
+from sottovoce.arrays import FloatArray
 
 AHEAD = 2**18
-"""Numbers of all replicas that wait at most (2 MiB), or those of one draw."""
-ENOUGH = 2**14
-"""Numbers of one replica that wait at most, or those of one draw: a call that draws more costs no less a number."""
+"""Numbers of all replicas that are drawn at a time (2 MiB), at least those of one draw."""
+AHEAD_OF_ONE = 2**14
+"""Numbers of one replica that are drawn at a time, at most: with more, a call costs no less a number."""
 _REPLICA = 0x7265706C
-"""Of a seed's children, those with this word before their number are replicas', and nobody else's."""
+"""Of a seed's children, those with this word in front of their number are replicas', and nobody else's."""
+_FITTING = 2**14
+"""Numbers that stay in a processor's cache (128 KiB) while several steps work on them."""
 
-Fill = Callable[[FloatArray], object]
-"""Fills a row with the next numbers, the same ones in one call as in several."""
-Finish = Callable[[FloatArray, FloatArray], object]
-"""Makes numbers others in place, each by itself, with room for as many more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standard:
-    """A law of numbers.
-
-    Attributes:
-        key: an index of its own: it has generators of its own.
-        fill: how a generator's numbers are drawn.
-        finish: what becomes of them; None: they stay.
-    """
-
-    key: tuple[int, ...]
-    fill: Callable[[np.random.Generator], Fill]
-    finish: Finish | None = None
+Fill = Callable[[Sequence[np.random.Generator], FloatArray], None]
+"""Fills each row with the next numbers of its generator, the same ones in one call as in several."""
 
 
 class Streams:
-    """What is drawn of one law.
+    """The numbers of one law.
 
     Args:
-        law: of the numbers.
         seed: of all replicas.
+        law: its number; another one has generators of its own.
+        fill: draws the numbers.
     """
 
-    def __init__(self, law: Standard, seed: np.random.SeedSequence) -> None:
-        self._law, self._seed = law, seed
-        self._shape: tuple[int, ...] | None = None
-        self._replicas, self._count = 0, 0
-        """Of the draw of this shape, and numbers of each."""
-        self._fills: list[Fill] = []
+    def __init__(self, seed: np.random.SeedSequence, law: int, fill: Fill) -> None:
+        self._seed, self._law, self._fill = seed, law, fill
+        self._generators: list[np.random.Generator] = []
         self._numbers, self._used = np.empty((0, 0)), 0
-        self._rows: list[FloatArray] = []
-        """Of the numbers: those that were drawn last, after so many that were left."""
-        self._left = 0
-        self._room = np.empty(0)
+        """`(replicas, numbers)`, and how many of each replica were given out."""
 
     def take(self, shape: tuple[int, ...]) -> FloatArray:
-        """Numbers that were not given out before: not to be written, and good until the next call.
+        """Numbers that were not given out before: not to be written to, and good until the next call.
 
-        Replicas are the second axis, or the first one of two; one axis is of replica 0.
+        Args:
+            shape: `(learners, replicas, dim)`, `(replicas, dim)`, or `(dim,)` of replica 0.
         """
-        if shape != self._shape:
-            self._shape = shape
-            self._replicas = shape[min(len(shape), 3) - 2] if len(shape) > 1 else 1
-            self._count = math.prod(shape) // max(self._replicas, 1)
-        after = self._used + self._count
-        if self._replicas != len(self._numbers) or after > self._numbers.shape[1]:
-            self._draw(self._replicas, self._count)
-            after = self._count
-        numbers = self._numbers[:, self._used : after]
-        self._used = after
-        if self._replicas == 1 or len(shape) < 3:
-            return numbers.reshape(shape)
-        learners, replicas, *own = shape
-        return numbers.reshape(replicas, learners, *own).swapaxes(0, 1)
+        learners, replicas, dim = (1, 1, *shape)[-3:]
+        count = learners * dim
+        if replicas != len(self._numbers) or self._used + count > self._numbers.shape[1]:
+            self._draw(replicas, count)
+        numbers = self._numbers[:, self._used : self._used + count]
+        self._used += count
+        return numbers.reshape(replicas, learners, dim).swapaxes(0, 1).reshape(shape)
 
     def _draw(self, replicas: int, count: int) -> None:
-        """Numbers for this draw, and some to come; what waits for another number of replicas is thrown away."""
-        while len(self._fills) < replicas:
-            self._fills.append(self._law.fill(self._generator(len(self._fills))))
-        width = count * max(min(AHEAD // max(replicas, 1), ENOUGH) // max(count, 1), 1)
+        """Numbers for this draw and for some like it; those that wait for another number of replicas are thrown away."""
+        while len(self._generators) < replicas:
+            self._generators.append(self._generator(len(self._generators)))
+        draws = max(min(AHEAD // max(replicas, 1), AHEAD_OF_ONE) // max(count, 1), 1)
         waiting = self._numbers[:, self._used :] if replicas == len(self._numbers) else np.empty((replicas, 0))
         left = waiting.shape[1]
-        if left or self._left or self._numbers.shape != (replicas, width):
-            self._numbers = np.empty((replicas, width))
-            self._numbers[:, :left] = waiting
-            self._rows, self._left = list(self._numbers[:, left:]), left
+        if left or self._numbers.shape != (replicas, draws * count):
+            self._numbers = np.concatenate([waiting, np.empty((replicas, draws * count))], axis=1)
         self._used = 0
-        some = max(FITTING // max(width - left, 1), 1)
+        some = max(_FITTING // max(draws * count, 1), 1)
         for k in range(0, replicas, some):
-            for fill, row in zip(self._fills[k : k + some], self._rows[k : k + some], strict=False):
-                fill(row)
-            if self._law.finish is not None:
-                self._finished(self._numbers[k : k + some, left:], self._law.finish)
-
-    def _finished(self, numbers: FloatArray, finish: Finish) -> None:
-        """As many at a time as fit into the processor's cache."""
-        if not self._room.size:
-            self._room = np.empty(FITTING)
-        for k in range(0, numbers.shape[1], FITTING):
-            part = numbers[:, k : k + FITTING]
-            finish(part, self._room[: part.size].reshape(part.shape))
+            self._fill(self._generators[k : k + some], self._numbers[k : k + some, left:])
 
     def _generator(self, replica: int) -> np.random.Generator:
-        seed, key = self._seed, (*self._seed.spawn_key, _REPLICA, *self._law.key, replica)
-        own = np.random.SeedSequence(seed.entropy, spawn_key=key, pool_size=seed.pool_size)
+        key = (*self._seed.spawn_key, _REPLICA, self._law, replica)
+        own = np.random.SeedSequence(self._seed.entropy, spawn_key=key, pool_size=self._seed.pool_size)
         return np.random.Generator(np.random.SFC64(own))
 
 
-def _uniform(generator: np.random.Generator) -> Fill:
-    return lambda row: generator.random(out=row)
+# ---- laws ------------------------------------------------------------------------------------------------------------
 
 
-def _normal(generator: np.random.Generator) -> Fill:
-    return lambda row: generator.standard_normal(out=row)
+def laplace(generators: Sequence[np.random.Generator], rows: FloatArray) -> None:
+    """Of scale 1: `-log|v|` with the sign of `v = 1 - 2u`, for u uniform in [0, 1).
 
-
-def _gamma(shape: int, generator: np.random.Generator) -> Fill:
-    return lambda row: generator.standard_gamma(shape, out=row)
-
-
-def _laplace(uniform: FloatArray, room: FloatArray) -> None:
-    """Numbers u of [0, 1), multiples of 2^-53, made Laplace numbers of scale 1, in calls that work on many at a time.
-
-    `-log|v|` with the other sign than `v = 2u - 1`. Half a multiple is added to u, so that v is never 0; it is exact.
+    u is a multiple of 2^-53; half a multiple is added to it, which is exact, so that v is never 0.
     """
-    uniform *= 2.0
-    uniform -= 1.0 - 2.0**-53
-    size = np.abs(uniform, out=room)
-    np.log(size, out=size)  # below 0: the bit of its sign is set
-    bits: npt.NDArray[np.uint64] = uniform.view(np.uint64)
-    bits &= np.uint64(1 << 63)
-    bits ^= size.view(np.uint64)
+    for generator, row in zip(generators, rows, strict=False):
+        generator.random(out=row)
+    rows *= -2.0
+    rows += 1.0 - 2.0**-53
+    np.copysign(np.log(np.abs(rows)), rows, out=rows)
 
 
-LAPLACE = Standard((0,), _uniform, _laplace)
-"""Of scale 1."""
-NORMAL = Standard((1,), _normal)
-
-
-def gamma(shape: int) -> Standard:
-    """Of scale 1."""
-    return Standard((2, shape), partial(_gamma, shape))
+def normal(generators: Sequence[np.random.Generator], rows: FloatArray) -> None:
+    """Of mean 0 and variance 1."""
+    for generator, row in zip(generators, rows, strict=False):
+        generator.standard_normal(out=row)
