@@ -66,9 +66,9 @@ def test_noise_that_a_run_does_not_draw_is_told(
     tmp_path: Path, name: str, draws: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name)
-    fields = read_noise(simulated(tmp_path / "first", changes, record_noise=True) / "noise.parquet")
+    fields = read_noise(simulated(tmp_path / "first", changes, write=("noise",)) / "noise.parquet")
     np.savez(tmp_path / "noise.npz", **fields, z=np.zeros((36, 5, 3)))  # type: ignore[arg-type]
-    simulated(tmp_path / "again", changes, noise=tmp_path / "noise.npz")
+    simulated(tmp_path / "again", changes, noise=tmp_path / "noise.npz", write=("metrics",))
     assert f"noise.npz: z was not used: this run draws {draws}\n" in capsys.readouterr().err
 
 

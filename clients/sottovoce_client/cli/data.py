@@ -23,9 +23,9 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def _place(elsewhere: str, what: str) -> None:
-    from sottovoce_client.data.fetch import require_place
+    if elsewhere:  # what comes with it is large, and Tab waits for this
+        from sottovoce_client.data.fetch import require_place
 
-    if elsewhere:
         require_place(elsewhere, what)
 
 
