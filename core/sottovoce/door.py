@@ -91,7 +91,7 @@ def simulate(
     Args:
         experiment: what to run.
         replicas: independent repetitions.
-        seed: of the noise; the same seed, the same numbers.
+        seed: of the noise; the same seed, the same numbers, and a replica's beside any number of others.
         metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
             on a logarithmic scale).
         transcript: keep everything that was said: rounds times learners times replicas times numbers of a message, 8 bytes each.

@@ -99,11 +99,11 @@ def test_shares_may_be_worked_on_side_by_side() -> None:
 
 def test_half_the_noise_is_refuted() -> None:
     """By conformance and, on its own, by the guesses. Failure probability below 1e-6 (their p-values are below 1e-9)."""
-    found = audited(SETUPS["ldp-dol"], noise=halved)
+    found = audited(SETUPS["ldp-dol"], noise=halved, runs=600)
     assert found.verdict.kind == "refuted"
     assert min(test.p_value for test in found.found.of("conformance").tests) < 1e-9
     alone = decide(replace(found.found, tests=found.found.of("likelihood").tests))
-    assert alone.kind == "refuted" and "(slope at learner-1: p = " in alone.evidence[0]
+    assert alone.kind == "refuted" and any("(slope at " in each for each in alone.evidence)
 
 
 def test_evidence_says_what_was_found_one_line_a_class_the_cause_first() -> None:

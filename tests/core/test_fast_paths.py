@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -22,7 +21,7 @@ from sottovoce.decision_sets import L2Ball
 from sottovoce.losses import Loss, bounded, margin, scale_rows
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
-from sottovoce.noise import Draw, SeededNoise, grid
+from sottovoce.noise import Draw, SeededNoise, grid, streams
 from sottovoce.running import simulator
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -41,28 +40,35 @@ SOLVING = {"admm", "dvp", "pvp"}
 
 
 class PlainNoise:
-    """The numbers of `SeededNoise`: exponentials, then a bit each for the sign, `noise.AHEAD` at a time where draws are small."""
+    """The numbers of `SeededNoise`: `-log|2u - 1|` with the other sign than `2u - 1`.
+
+    The first replica's from one generator, `streams.AHEAD` at a time where draws are small; the others' from another, replica by
+    replica, each draw from 2^64 numbers behind where the last one began.
+    """
 
     def __init__(self, seed: int) -> None:
-        self._generator = np.random.Generator(np.random.SFC64(seed))
-        self._left = np.empty(0)
+        first, self._others = (np.random.SeedSequence(seed, spawn_key=(streams._REPLICAS, 0, k)) for k in range(2))
+        self._first, self._left = np.random.Generator(np.random.SFC64(first)), np.empty(0)
+        self._draws = 0
 
     def __call__(self, draw: Draw) -> FloatArray:
-        count = math.prod(draw.shape)
-        if 4 * count > noise.AHEAD:
-            standard = self._signed(count)
-        else:
-            if count > len(self._left):
-                self._left = self._signed(noise.AHEAD)
-            standard, self._left = self._left[:count], self._left[count:]
         assert draw.law == "laplace" and draw.grid is not None
-        rounded: FloatArray = np.floor(standard.reshape(draw.shape) * (draw.scale / draw.grid) + 0.5) * draw.grid
+        lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
+        count = lead * dim
+        if count > len(self._left):
+            self._left = self._standard(self._first, max(streams.AHEAD, count))
+        rows, self._left = [self._left[:count]], self._left[count:]
+        if replicas > 1:
+            self._draws += 1
+            at = np.random.PCG64DXSM(self._others).advance(2**64 * self._draws)
+            rows += list(self._standard(np.random.Generator(at), (replicas - 1) * count).reshape(-1, count))
+        standard = np.stack([row.reshape(lead, dim) for row in rows], axis=1).reshape(draw.shape)
+        rounded: FloatArray = np.floor(standard * (draw.scale / draw.grid) + 0.5) * draw.grid
         return rounded
 
-    def _signed(self, count: int) -> FloatArray:
-        sizes = self._generator.standard_exponential(count)
-        bits = np.unpackbits(np.frombuffer(self._generator.bytes(-(-count // 8)), np.uint8), count=count)
-        return np.where(bits, -sizes, sizes)
+    def _standard(self, generator: np.random.Generator, count: int) -> FloatArray:
+        side = 2.0 * generator.random(count) - (1.0 - 2.0**-53)
+        return np.copysign(np.log(np.abs(side)), -side)
 
 
 def plain_project(ball: L2Ball, theta: FloatArray) -> FloatArray:
@@ -147,7 +153,7 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
 # ---- part by part ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, 585, noise.AHEAD // 4, noise.AHEAD // 4 + 1, 58_500])
+@pytest.mark.parametrize("count", [7, 585, streams.AHEAD // 2, streams.AHEAD // 2 + 1, 58_500])
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):

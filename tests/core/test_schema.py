@@ -624,9 +624,11 @@ def test_columns_that_place_a_record_keep_their_meaning(adult: Callable[..., Dat
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(adult: Callable[..., DataSpec], old: str, new: str, message: str) -> None:
+    data = adult(ROWS.replace(old, new))
     with pytest.raises(DataError, match=message) as refused:
-        load_dataset(adult(ROWS.replace(old, new)), Logistic())
-    assert "5 0" not in str(refused.value) and "500" not in str(refused.value)
+        load_dataset(data, Logistic())
+    told = str(refused.value).replace(str(data.source), "")
+    assert "5 0" not in told and "500" not in told
 
 
 @pytest.mark.parametrize("text", ["", "a\n", ROWS.splitlines()[0] + "\n"])
@@ -670,7 +672,8 @@ def test_a_file_that_is_written_otherwise_is_refused(
     Path(data.source).write_bytes(content)
     with pytest.raises(DataError, match=message) as refused:
         load_dataset(data, Logistic())
-    assert not any(word in str(refused.value) for word in ("Doe", "State-gov", "39"))
+    told = str(refused.value).replace(str(data.source), "")
+    assert not any(word in told for word in ("Doe", "State-gov", "39"))
 
 
 def test_names_of_columns_that_may_be_a_record_are_not_quoted(tmp_path: Path) -> None:

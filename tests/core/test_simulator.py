@@ -1,16 +1,24 @@
-"""What the simulator gathers and draws ahead is what it would have gathered and drawn round by round."""
+"""What the simulator gathers and draws ahead is what it would have gathered and drawn round by round, replica by replica."""
 
 from __future__ import annotations
 
+from importlib import resources
+from typing import Any
+
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
-from sottovoce import noise
+from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.losses.quadratic import Ridge
-from sottovoce.noise import Draw, SeededNoise, grid
+from sottovoce.noise import Draw, Law, Recorder, SeededNoise, grid, streams
 from sottovoce.running import simulator
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.spec import parse_spec
+from tests.examples import made_up
 
 
 def dealt(sizes: np.ndarray) -> PlacedData:
@@ -52,7 +60,7 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
             np.testing.assert_array_equal(batch.present, wanted.present)
 
 
-@pytest.mark.parametrize("count", [7, noise.AHEAD // 4, noise.AHEAD // 4 + 1])
+@pytest.mark.parametrize("count", [7, streams.AHEAD // 2, streams.AHEAD // 2 + 1, streams.AHEAD + 1])
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
     source, rounds = SeededNoise(3), 40_000 // count + 2
@@ -70,3 +78,73 @@ def test_every_learner_has_its_own_scale() -> None:
     scales = np.array([1.0, 100.0]).reshape(-1, 1, 1)
     drawn = SeededNoise(4)(Draw("laplace", "y", 0, scales, np.asarray(grid(scales)), (2, 50, 100)))
     np.testing.assert_allclose(np.abs(drawn).mean(axis=(1, 2)), [1.0, 100.0], rtol=0.1)  # ten standard errors
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------------
+
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))
+def test_a_replica_is_the_same_beside_any_number_of_others(changes: dict[str, Any]) -> None:
+    """Its noise to the last bit; what comes of it up to rounding, for a product of larger matrices may sum in another order."""
+    rounds = min(60, changes.get("rounds", 60))
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": rounds}, imports=True)
+    run, data = build_run(spec, 6), made_up(spec, 6)
+
+    def of(replicas: int) -> tuple[dict[str, list[FloatArray]], FloatArray, dict[str, FloatArray]]:
+        noise = Recorder(SeededNoise(1))
+        steps = list(simulate(run, data, noise, replicas))
+        said = {name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields}
+        return noise.drawn, np.stack([step.after for step in steps]), said
+
+    drawn, after, said = of(11)
+    for fewer in (1, 2, 10):
+        own_drawn, own_after, own_said = of(fewer)
+        assert own_drawn.keys() == drawn.keys()
+        for name, own in own_drawn.items():
+            np.testing.assert_array_equal(own, np.stack(drawn[name])[:, :, :fewer])
+        np.testing.assert_allclose(own_after, after[:, :, :fewer], rtol=1e-9, atol=1e-9)
+        for name, values in own_said.items():
+            np.testing.assert_allclose(values, said[name][:, :, :fewer], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ahead", [1, 50, 10_000])
+@pytest.mark.parametrize("law", ["laplace", "gaussian", "spherical"])
+def test_seeded_noise_is_the_same_for_any_number_of_replicas(
+    law: Law, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two fields with vectors of two lengths, drawn in turns."""
+    monkeypatch.setattr(streams, "AHEAD", ahead)
+
+    def of(replicas: int) -> list[FloatArray]:
+        source, lattice = SeededNoise(2), None if law == "spherical" else grid(2.0)
+        shapes = [(3, replicas, 4), (3, replicas, 7)] * 40
+        return [source(Draw(law, "y", t, 2.0, lattice, shape)) for t, shape in enumerate(shapes)]
+
+    wanted = of(9)
+    for replicas in (1, 2, 4):
+        for values, all_values in zip(of(replicas), wanted, strict=True):
+            np.testing.assert_array_equal(values, all_values[:, :replicas])
+    numbers = np.concatenate([values.ravel() for values in wanted])
+    assert len(np.unique(numbers)) == len(numbers), "each number is used once"
+
+
+def test_seeded_noise_of_one_learner_has_replicas_first() -> None:
+    """As arrays of a learner that is driven alone have; and replica 0 stands for itself."""
+
+    def drawn(shape: tuple[int, ...]) -> FloatArray:
+        return SeededNoise(2)(Draw("laplace", "y", 0, 2.0, grid(2.0), shape))
+
+    np.testing.assert_array_equal(drawn((5, 4)), drawn((1, 5, 4))[0])
+    np.testing.assert_array_equal(drawn((4,)), drawn((5, 4))[0])
+
+
+def test_children_of_a_seed_are_no_replicas() -> None:
+    """Whoever seeds something else with a child of the same seed shares no numbers with a replica."""
+    seed = np.random.SeedSequence(2)
+    own = SeededNoise(seed)(Draw("gaussian", "y", 0, 1.0, None, (2, 3, 4)))
+    others = [np.random.Generator(np.random.SFC64(child)).standard_normal(8) for child in seed.spawn(4)]
+    assert not np.isin(own, np.concatenate(others)).any()

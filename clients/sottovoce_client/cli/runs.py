@@ -167,7 +167,7 @@ def simulate(
         typer.Option(
             min=1,
             max=MOST,
-            help="Independent repetitions, side by side. One seed is for all of them: the first of 4 is not that of 1 alone.",
+            help="Independent repetitions, side by side. Each has the noise of its index: the first of 4 is that of 1 alone.",
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,

@@ -12,10 +12,9 @@ from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
 from sottovoce.noise.draw import Draw, Law, Noise
 from sottovoce.noise.lattice import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, grid, on_grid
 from sottovoce.noise.opendp import OpenDpNoise
-from sottovoce.noise.simulated import AHEAD, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce.noise.simulated import RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [
-    "AHEAD",
     "GRID_BITS",
     "LARGEST_SCALE",
     "SMALLEST_SCALE",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -13,15 +11,14 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.noise.draw import Draw, Noise
-
-_LEADING = 7 if sys.byteorder == "little" else 0
-"""Of the eight bytes of a float64: the one with its sign."""
-AHEAD = 2**14
-"""Numbers that `SeededNoise` draws at a time, at least."""
+from sottovoce.noise.streams import Streams, laplace, normal
 
 
 class SeededNoise:
     """Noise for simulation: reproducible, fast, and no protection at all.
+
+    A replica's noise follows from the seed and its index: it is the same beside any number of others. Replicas are the second
+    axis of a draw, or the first one of two; a draw of one axis is replica 0's.
 
     Continuous numbers rounded to the lattice: at 2^-40 scales the difference to the discrete law is beyond any test. Halves are
     rounded up, not to even: nine to twelve binary places are left of a number of 2^41 to 2^44 spacings, so that halves are
@@ -29,15 +26,15 @@ class SeededNoise:
     """
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
-        self._generator = np.random.Generator(np.random.SFC64(seed))
-        self._ahead, self._used = np.empty(0), 0
+        seed = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
+        self._laplace, self._normal = Streams(seed, 0, laplace), Streams(seed, 1, normal)
 
     def __call__(self, draw: Draw) -> FloatArray:
         match draw.law:
             case "laplace":
-                drawn = self._standard(math.prod(draw.shape)).reshape(draw.shape)
+                drawn = self._laplace.take(draw.shape)
             case "gaussian":
-                drawn = self._generator.standard_normal(draw.shape)
+                drawn = self._normal.take(draw.shape)
             case "spherical":
                 return self._spherical(draw)
             case _:
@@ -51,28 +48,12 @@ class SeededNoise:
         drawn *= draw.grid
         return drawn
 
-    def _standard(self, count: int) -> FloatArray:
-        """Laplace numbers of scale 1, each given out once: small draws are cut from a large one, whose calls cost more."""
-        if 4 * count > AHEAD:
-            return self._signed(count)
-        if self._used + count > self._ahead.size:
-            self._ahead, self._used = self._signed(AHEAD), 0
-        self._used += count
-        return self._ahead[self._used - count : self._used]
-
-    def _signed(self, count: int) -> FloatArray:
-        drawn = self._generator.standard_exponential(count)
-        signs = np.unpackbits(np.frombuffer(self._generator.bytes((count + 7) // 8), np.uint8), count=count)
-        signs *= 128
-        leading = drawn.view(np.uint8)[_LEADING::8]
-        leading |= signs
-        return drawn
-
     def _spherical(self, draw: Draw) -> FloatArray:
-        direction = self._generator.standard_normal(draw.shape)
-        radius = self._generator.standard_gamma(draw.shape[-1], (*draw.shape[:-1], 1)) / draw.scale
-        drawn: FloatArray = direction * (radius / np.linalg.norm(direction, axis=-1, keepdims=True))
-        return drawn
+        """A normal vector's direction, and the sum of as many exponential numbers as its norm: a gamma number."""
+        direction = self._normal.take(draw.shape)
+        direction *= 1.0 / np.linalg.norm(direction, axis=-1, keepdims=True)
+        direction *= np.abs(self._laplace.take(draw.shape)).sum(axis=-1, keepdims=True) / draw.scale
+        return direction
 
 
 def no_noise(draw: Draw) -> FloatArray:
