@@ -14,7 +14,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 
 AHEAD = 2**14
-"""Numbers of the first replica that are drawn at a time, at least: small draws are cut from a large one, for a call has its price."""
+"""Numbers of the first replica that are drawn at a time, at least: small draws are cut from a large one, which is cheaper."""
 _APART = 2**64
 """Numbers between the beginnings of two draws of the others, of the 2^128 of a generator."""
 _REPLICAS = 0x7265706C
