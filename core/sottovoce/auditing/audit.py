@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -52,6 +52,8 @@ SHARE_RUNS = 2500
 Work = Callable[[Share], "Examined"]
 Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
 """How shares are worked on: one after the other, as `map`, or side by side; in order."""
+Coins = Literal["seed", "operating system", "not known", "none"]
+"""What chose the world of every run; none: all are of one world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class Audit:
         found: what the tests found.
         verdict: what may be said.
         captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
+        coins: what chose the world of every run.
+        provisos: what must be known of the runs besides to judge the verdict, a sentence each.
     """
 
     plan: AuditPlan
@@ -128,6 +132,8 @@ class Audit:
     found: Findings
     verdict: Verdict
     captures: Mapping[str, str] = field(default_factory=dict)
+    coins: Coins = "seed"
+    provisos: tuple[str, ...] = ()
 
     @property
     def claim_seen(self) -> float:
