@@ -156,7 +156,7 @@ def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monke
     ending(monkeypatch, "finished", "")
     write = LedgerWriter.ended
 
-    def ended(ledger: LedgerWriter, replica: int, *more: str, **also: bool) -> None:
+    def ended(ledger: LedgerWriter, replica: int, *more: str, **also: Any) -> None:
         if replica == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(ledger, replica, *more, **also)

@@ -47,7 +47,7 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "epsilon": {
             "promised": found.claim,  # by the algorithm, for this swap
             "paper": float(plan.guarantee.paper[-1]),  # by the paper's formula
-            "largest_realised": done.largest,  # exact loss of any transcript; null: not known to this listener
+            "largest_realised": done.largest,  # exact loss of any transcript, of the swap in `worlds`; null: not known here
             "lower_bound": found.largest,  # the largest that guesses of whole runs show
             "most_that_so_many_runs_show": found.most,  # if every guess of a whole run were right; 0: nothing was guessed
         },
@@ -55,7 +55,12 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "likelihood": _likelihood(done),
         "single_rounds": _single_rounds(done),
         "learners": [
-            {"learner": plan.run.spec.names[each.learner], "claim": each.claim, "largest": each.largest}
+            {
+                "learner": plan.run.spec.names[each.learner],
+                "swap": each.swap,  # chosen after these runs: another one than `worlds`
+                "claim": each.claim,
+                "largest": each.largest,
+            }
             for each in done.learners
         ],  # exact losses in a few runs, for the most telling swap of each learner's first record
         "black_box": {

@@ -84,7 +84,7 @@ def seeded_noise(seeded: int, runs: int) -> str:
     """What must be said of runs whose noise somebody can repeat."""
     whose = "of this run" if runs == 1 else f"of {count(seeded)} of {count(runs)} runs"
     return (
-        f"The noise {whose} came from a seed (--noise-seed, SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
+        f"The noise {whose} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
         "away again, so it protected nothing, whatever was found."
     )
 

@@ -84,15 +84,19 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLoss:
-    """Exact losses of one learner in a few runs, for the worst swap among those tried.
+    """Exact losses of one learner in a few runs, for the swap among those tried that they tell apart best.
+
+    That is seen in hindsight, so it is hardly the swap of the audit: of the audited learner there are two losses.
 
     Attributes:
         learner: its index.
+        swap: which, in words.
         claim: epsilon for the swap.
         largest: the largest absolute loss of any run by any round.
     """
 
     learner: int
+    swap: str
     claim: float
     largest: float
 
@@ -471,5 +475,6 @@ def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     for i, own in enumerate(data.learners):
         if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
-            found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
+            telling = search(plan.run, transcript, (i,), own, tried, peak)
+            found.append(LearnerLoss(i, telling.swap[1], claim, telling.score))
     return tuple(found)
