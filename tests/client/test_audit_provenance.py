@@ -64,12 +64,12 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
     done = audited(tmp_path, plan)
-    assert any("Nothing in these captures is signed" in each and "could change" in each for each in done.provisos)
+    assert any("Nothing in this capture is signed" in each and "could change" in each for each in done.provisos)
     console = Console(file=io.StringIO(), width=1000)
     show(done, 0, tmp_path, console)
     assert isinstance(console.file, io.StringIO)
     for text in (console.file.getvalue(), (tmp_path / "audit.html").read_text()):
-        assert "Nothing in these captures is signed" in text and str(tmp_path / "captures") not in text
+        assert "Nothing in this capture is signed" in text and str(tmp_path / "captures") not in text
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
@@ -111,7 +111,7 @@ def test_a_watch_of_what_was_kept_says_it_too(tmp_path: Path, identities: Identi
         return console.file.getvalue()
 
     keep(tmp_path / "captures", planned(), None, 0)
-    assert "Nothing in these captures is signed" in watched(tmp_path)
+    assert "Nothing in this capture is signed" in watched(tmp_path)
     shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
     signed(tmp_path / "changed", identities, changed=True)
     assert "is not what its learners signed, by ../ca.crt" in watched(tmp_path / "changed")

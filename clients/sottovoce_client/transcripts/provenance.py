@@ -14,7 +14,7 @@ from sottovoce_rpc.certificates import AUTHORITIES
 
 SUMMARY = "summary.json"
 _MOST_BYTES = 64 * 2**20
-_CHANGED = "what differs from the promise may have been put there by whoever could change the captures"
+_CHANGED = "what differs from the promise may have been put there by whoever could change it"
 
 
 def provenance(captures: Sequence[Capture], place: Folder) -> str:
@@ -27,13 +27,13 @@ def provenance(captures: Sequence[Capture], place: Folder) -> str:
     Raises:
         CaptureError: a capture cannot be read, or is not what was signed in it.
     """
-    signed = [capture for capture in captures if _is_signed(capture)]
-    if not signed:
-        return f"Nothing in these captures is signed: {_CHANGED}."
+    kept = "this capture" if len(captures) == 1 else f"these {count(len(captures))} captures"
+    if not any(map(_is_signed, captures)):
+        return f"Nothing in {kept} is signed: {_CHANGED}."
     found = next(_beside(place, AUTHORITIES), None)
     if found is None:
         return (
-            f"Signatures in these captures were not checked, for there is no {AUTHORITIES} beside them "
+            f"Signatures in {kept} were not checked, for there is no {AUTHORITIES} beside it "
             f"(sottovoce transcript verify --ca takes one from elsewhere): {_CHANGED}."
         )
     where, authorities = found
