@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +31,7 @@ from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.signatures import UNSAID, Statement, digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of
+from tests.docs.pages import CHECKOUT
 from tests.services.identities import Identities
 
 SEEDED = "came from a seed"
@@ -73,6 +78,21 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
+
+
+def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_compute(tmp_path: Path) -> None:
+    plan = planned()
+    place = keep(tmp_path / "captures", plan, None, 0)
+    show(audited(tmp_path, plan), 0, tmp_path, Console(file=io.StringIO()))
+    shutil.copy(place / "part-000001.parquet", place / "part-000002.parquet")
+    page = html.unescape((tmp_path / "audit.html").read_text())
+    lines = page[page.index("raw() {") :].partition("</code>")[0]
+    tutorial = (CHECKOUT / "docs" / "tutorial-auditor.md").read_text(encoding="utf-8")
+    assert all(line in tutorial for line in lines.splitlines())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    typed, environment = ["bash", "-c", lines], {**os.environ, "PATH": path}
+    done = subprocess.run(typed, cwd=place, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == open_capture(place).digests()[0]
 
 
 def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path: Path, identities: Identities) -> None:

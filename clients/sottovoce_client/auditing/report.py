@@ -27,6 +27,10 @@ _MOST_ROUNDS = 1000
 _MOST_EVIDENCE = 8
 COINS: Mapping[Coins, str] = {"operating system": "the operating system’s", "not known": "not known"}
 """Whose coins are that are not the seed's, in words."""
+_DIGEST_LINES = """\
+raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))'; }
+(raw capture.json; raw part-*.parquet | raw) | sha256sum"""
+"""`Capture.digests` for whoever has no Sottovoce."""
 
 two, three = partial(number, digits=2), partial(number, digits=3)
 
@@ -47,6 +51,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "name": name,
         "seed": seed,
         "coins": COINS.get(done.coins, ""),
+        "digest_lines": _DIGEST_LINES,
         "digest": digest,
         "names": plan.run.spec.names,
         **_families(found),

@@ -14,7 +14,7 @@ from sottovoce_rpc.certificates import AUTHORITIES
 
 SUMMARY = "summary.json"
 _MOST_BYTES = 64 * 2**20
-_CHANGED = "what differs from the promise may have been put there by whoever could change it"
+_CHANGED = "what differs from the promise may have been put there by whoever could change what was kept"
 
 
 def provenance(captures: Sequence[Capture], place: Folder) -> str:
@@ -50,7 +50,7 @@ def provenance(captures: Sequence[Capture], place: Folder) -> str:
     if evidence < heard:
         return f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where}: in these, {_CHANGED}."
     return (
-        f"All messages are signed by their learners, by {where}: they were said so, where that file is the authority's."
+        f"All messages are signed by their learners, by {where}: they said them, where that file is their authority's."
     )
 
 
@@ -82,7 +82,8 @@ def noise_of(captures: Sequence[Capture], place: Folder) -> str:
 
 def seeded_noise(seeded: int, runs: int) -> str:
     """What must be said of runs whose noise somebody can repeat."""
-    whose = "of this run" if runs == 1 else f"of {count(seeded)} of {count(runs)} runs"
+    some = f"all {count(runs)}" if seeded == runs else f"{count(seeded)} of {count(runs)}"
+    whose = "of this run" if runs == 1 else f"of {some} runs"
     return (
         f"The noise {whose} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
         "away again, so it protected nothing, whatever was found."
