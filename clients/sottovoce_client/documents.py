@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -13,6 +13,9 @@ from typing import Any, BinaryIO, Literal
 from pydantic_core import to_json, to_jsonable_python
 
 from sottovoce.errors import SpecError
+
+Opener = Callable[[str, int], int]
+"""What opens a file: its path and flags to a descriptor."""
 
 
 def require_new(out: Path | None) -> None:
@@ -69,10 +72,10 @@ def private(path: str, flags: int) -> int:
     return descriptor
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, in UTF-8."""
-    with until_complete(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+def write_text(path: Path, text: str, *, opener: Opener | None = None) -> None:
+    """Write a text file, in UTF-8; `opener`: as of `open`, such as `private`."""
+    with until_complete(path) as draft, open(draft, "w", encoding="utf-8", opener=opener) as file:
+        file.write(text)
 
 
 def page_json(document: Any) -> bytes:
@@ -90,14 +93,17 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def write_json(path: Path, document: Any, *, not_finite: Literal["null", "constants"] = "null") -> None:
+def write_json(
+    path: Path, document: Any, *, not_finite: Literal["null", "constants"] = "null", opener: Opener | None = None
+) -> None:
     """Write a document: a mapping or a dataclass, of such, of lists and of arrays.
 
     Args:
         path: the file.
         document: what it says.
         not_finite: how numbers stand in it that are not finite: as null, for JSON knows no infinity, or as `Infinity` and `NaN`.
+        opener: as of `open`, such as `private`.
     """
     content = to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist())
-    with until_complete(path) as draft:
-        draft.write_bytes(content + b"\n")
+    with until_complete(path) as draft, open(draft, "wb", opener=opener) as file:
+        file.write(content + b"\n")

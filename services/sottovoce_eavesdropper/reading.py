@@ -214,7 +214,9 @@ class Capture:
             self.assemble(batch, codec, assembly, listening)
             if assembly.equivocations:
                 t, sender = assembly.equivocations[0]
-                raise EquivocationError(f"{called(self.names, sender)} said two different things in round {t}")
+                raise EquivocationError(
+                    f"{called(self.names, sender)} said two different things in round {t}, or the capture was changed"
+                )
             rounds += [_side_by_side(said, shapes, learners) for _, said in assembly.ready()]
         if not rounds:
             raise CaptureError(f"the capture {self.name} has no round in which all {learners} learners were overheard")

@@ -194,7 +194,7 @@ def test_only_what_was_looked_at_is_said_to_refute_what_guesses_cannot(spec: Pat
     done = audit_simulated(command.AuditRequest(runs=20).plan(prepared))
     captured = replace(done, found=replace(done.found, rounds=None), views={**done.views, "sizes": 1})
     blind = replace(done, found=replace(done.found, rounds=None, tests=()), shown=None)
-    said = [list(command._notes(each))[-1] for each in (captured, blind)]
+    said = [list(command._notes(each, 0))[-1] for each in (captured, blind)]
     assert said[0].endswith("exact losses, conformance and what differs beside the messages can.")
     assert said[1] == "So guesses of whole runs, which are all there is here, cannot refute this claim."
 

@@ -118,7 +118,7 @@ def test_captures_of_two_worlds_are_audited_as_if_just_overheard(tmp_path: Path)
     plan = planned()
     captures = two_worlds(tmp_path / "captures", plan)
     done = audited(tmp_path, plan)  # found below the folder, in the order of replicas
-    assert done.source == f"16 captures in {tmp_path}"
+    assert done.source == f"16 captures in {tmp_path.name}"
     assert sorted(done.worlds.tolist()) == [0] * RUNS + [1] * RUNS
     assert done.plan.worlds.learner == 1 and done.plan.worlds.what == plan.worlds.what
     assert done.plan.runs == RUNS and done.found.paired and done.found.guessed is not None

@@ -28,6 +28,7 @@ from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner import following
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.learner_status import LearnerStatus
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 
@@ -155,10 +156,10 @@ def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monke
     ending(monkeypatch, "finished", "")
     write = LedgerWriter.ended
 
-    def ended(ledger: LedgerWriter, replica: int, *more: str) -> None:
+    def ended(ledger: LedgerWriter, replica: int, *more: str, **also: Any) -> None:
         if replica == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(ledger, replica, *more)
+        write(ledger, replica, *more, **also)
 
     monkeypatch.setattr(LedgerWriter, "ended", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
@@ -218,6 +219,22 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
+
+
+def test_noise_that_can_be_repeated_stands_in_the_ledger(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_network, "LocalServices", Services)
+
+    async def run_on(*args: Any, replica: int, **more: Any) -> Outcome:
+        statuses = tuple(LearnerStatus(name, noise_is_not_private=replica == 2) for name in ("a", "b"))
+        return Outcome(f"run-{replica}", "finished", "", 1.0, statuses, (), None, ())
+
+    monkeypatch.setattr(audit_network, "run_on", run_on)
+    with pytest.raises(CaptureError, match="no run was overheard"):
+        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+    lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
+    assert [line["replica"] for line in lines if line.get("seeded")] == [2]
 
 
 def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:

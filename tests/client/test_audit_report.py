@@ -195,6 +195,14 @@ def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:
     assert done.plan.epsilon > 10 and "it is a promise in name only" in page_of(done).text
 
 
+def test_the_audited_learner_has_two_losses_and_each_is_named(done: Audit) -> None:
+    page = page_of(done)
+    (own,) = [each for each in done.learners if each.learner == done.plan.worlds.learner]
+    assert own.swap.startswith("the first record against") and own.swap in page.text
+    assert "after any round, for the swap of this audit" in page.text
+    assert "so the loss of learner-1 here is not the one above" in page.text
+
+
 def test_runs_of_one_world_are_called_what_the_terminal_calls_them(done: Audit) -> None:
     found = replace(done.found, paired=False, bounds=(), rounds=None, runs=1)
     text = page_of(replace(done, found=found, verdict=Verdict("consistent", "so"))).text

@@ -81,6 +81,18 @@ def test_a_number_has_a_limit(name: str, command: Any, option: Any) -> None:
     assert limit(option, "max") is not None
 
 
+@pytest.mark.parametrize("given", ["nan", "inf", "-inf", "-1", "1e-300", "1e300", "0.5", "7", "x", "9" * 400])
+@pytest.mark.parametrize(("name", "command", "option"), NUMBERS, ids=[each[0] for each in NUMBERS])
+def test_a_number_is_within_its_limits_or_refused(name: str, command: Any, option: Any, given: str) -> None:
+    least, most = limit(option, "min"), limit(option, "max")
+    assert least is not None and most is not None
+    try:
+        taken = option.process_value(typer.Context(command), given)
+    except (SpecError, typer.BadParameter):
+        return
+    assert least <= taken <= most and taken == float(given)
+
+
 def test_ctrl_c_before_there_is_anything_to_end_ends_it_in_a_line(tmp_path: Path) -> None:
     """A module that is imported while the command starts asks for it: no traceback, whatever the moment."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")

@@ -60,6 +60,21 @@ async def test_nothing_but_tables_is_scrolled_sideways(
             assert await seen.evaluate("document.documentElement.scrollWidth") <= width
 
 
+async def test_no_line_of_facts_begins_with_a_dot(browser: Browser, tmp_path: Path) -> None:
+    """Dots lie in the 20 pixels before a fact; those before the first one of a line are cut off."""
+    async with tab(browser, viewport={"width": 390, "height": 844}) as seen:
+        await opened(seen, run_page(summary()), tmp_path)
+        places = await seen.evaluate(
+            """() => {
+                const facts = document.querySelector('.facts'), left = facts.getBoundingClientRect().left;
+                const boxes = [...facts.children].map((each) => each.getBoundingClientRect());
+                const first = boxes.filter((box, k) => k === 0 || box.top > boxes[k - 1].top);
+                return [getComputedStyle(facts).clipPath, ...first.map((box) => box.left - left)];
+            }"""
+        )
+        assert places == ["inset(0px 0px 0px 20px)", *[0] * (len(places) - 1)] and len(places) > 2
+
+
 async def test_a_page_is_as_dark_as_its_reader_likes(browser: Browser, tmp_path: Path) -> None:
     grounds = []
     for scheme in ("light", "dark"):

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.audit import Audit, Coins
 from sottovoce.auditing.blackbox import VIEWS
 from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
@@ -32,7 +32,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
 from sottovoce_client.auditing.document import audit_file
-from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.auditing.report import COINS, audit_page
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import NOTHING, chance, duration, number
@@ -162,7 +162,7 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     write_json(folder / "audit.json", audit_file(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
     audit_page(done, name, seed, digest).write(folder / "audit.html")
-    print_verdict(done.verdict, name, _rows(done), [*_notes(done), *notes], console)
+    print_verdict(done.verdict, name, _rows(done), [*_notes(done, seed), *notes], console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
@@ -338,7 +338,14 @@ def _tests_row(found: Findings, family: Family, what: str, none: str) -> TableRo
     return family, what, f"{smallest}; below {number(worst.level, 2)} rejects", NOTHING, NOTHING
 
 
-def _notes(done: Audit) -> Iterator[str]:
+def coins_line(coins: Coins, seed: int) -> str:
+    """What chose the world of every run, a sentence; empty: nothing did."""
+    if coins == "none":
+        return ""
+    return f"Coins: {f'seed {seed}' if coins == 'seed' else COINS[coins]}."
+
+
+def _notes(done: Audit, seed: int) -> Iterator[str]:
     found, plan = done.found, done.plan
     paper = float(plan.guarantee.paper[-1])
     heard = plan.listener.threat.value
@@ -346,6 +353,9 @@ def _notes(done: Audit) -> Iterator[str]:
         heard = f"{heard} {plan.run.spec.names[plan.listener.neighbour]}"
     swaps = "; ".join(each.worlds.what for each in plan.pairs)
     yield f"Runs: {done.source}. Worlds: {swaps}. Adjacent: {plan.guarantee.adjacency}. Heard: {heard}."
+    if done.captures and (line := coins_line(done.coins, seed)):
+        yield line
+    yield from done.provisos
     if plan.made_for is ThreatModel.OUTPUT and plan.listener.threat is not ThreatModel.OUTPUT:
         yield "The claim is about published decisions; nothing finite is promised about messages, which were heard here."
     yield f"Paper's ε {number(paper)}, promised ε {number(found.claim)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from sottovoce.auditing.audit import Audit, Examined, conclude, examine, few, gathered
@@ -19,8 +20,9 @@ from sottovoce_client.auditing.audit import AuditRequest, Say
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.ledger import Entry, read_ledger
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
-from sottovoce_client.auditing.worlds import FILE, Document, as_audited, pairs_of, read_worlds, worlds_from
+from sottovoce_client.auditing.worlds import FILE, Document, as_audited, coins_of, pairs_of, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
+from sottovoce_client.transcripts.provenance import noise_of, provenance
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -91,7 +93,12 @@ def earlier(
         _require_asked(asked, str(told["learner"]), where)
     paired = {*labels, *(world for _, world in runs.gone)} == {0, 1}
     asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
-    source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {root.name}", *runs.notes))
+    provisos = (provenance([*runs.kept, *runs.short], root), *runs.provisos) if not runs.tapped else runs.provisos
+    if ledger is None and (noise := noise_of(runs.kept, root)):
+        provisos += (noise,)
+    chosen = "none" if told is None or not paired else coins_of(told)
+    runs = replace(runs, provisos=provisos, coins=chosen).within(root)
+    source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}", *runs.notes))
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
     return asked.plan(prepared, worlds, counts, paired=paired), runs, source
 
@@ -129,7 +136,7 @@ def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
     starts = runs.starts(plan)
     done = conclude(plan, gathered(parts), Transcript.joined(first), source, starts=starts, say=say)
-    return replace(done, captures={each.name: each.digests()[0] for each in (*runs.kept, *runs.short)})
+    return replace(done, captures=runs.digests(), coins=runs.coins, provisos=runs.provisos)
 
 
 def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:

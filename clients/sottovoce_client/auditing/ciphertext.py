@@ -22,7 +22,7 @@ from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import AuditRequest, Say, TableRow, guess_row, print_verdict
+from sottovoce_client.auditing.audit import AuditRequest, Say, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.channel import conversation, lines_of
 from sottovoce_client.auditing.document import attempts_of
 from sottovoce_client.auditing.network import made
@@ -128,7 +128,7 @@ def show_ciphertext(
     """Print an audit of ciphertext and write it down; returns the exit code."""
     name = plan.run.spec.names[plan.worlds.learner]
     write_json(folder / "audit.json", _document(done, plan, runs, source, seed))
-    notes = _notes(done, plan, runs, source)
+    notes = _notes(done, plan, runs, source, seed)
     print_verdict(done.verdict, name, _rows(done.found.bounds), notes, console)
     console.out(f"{folder}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
@@ -155,7 +155,9 @@ def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, s
         "learner": plan.run.spec.names[plan.worlds.learner],
         "verdict": done.verdict,
         "source": source,  # where the runs came from, in words
-        "captures_sha256": {each.name: each.digests()[0] for each in runs.kept},
+        "captures_sha256": runs.digests(),  # by their paths in the folder of the audit, or that was named
+        "coins": runs.coins,  # what chose the world of every run
+        "provisos": runs.provisos,  # what must be known of the runs besides
         "worlds": plan.worlds.what,  # what was swapped, in words
         "threat_model": plan.listener.threat,  # who listened
         "adjacency": plan.guarantee.adjacency,  # which two data sets must look alike
@@ -179,11 +181,12 @@ def _rows(bounds: Sequence[Bound]) -> Iterator[TableRow]:
         yield "ciphertext", seen, result, least, claimed
 
 
-def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str) -> Iterator[str]:
+def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, seed: int) -> Iterator[str]:
     first, second = done.runs
     total = _total(runs)
     noted = ciphertext_line(total.connections, total.records, total.bytes)
-    yield f"Runs: {source}; {plural(first, 'run')} of world 0, {count(second)} of world 1."
+    yield f"Runs: {source}; {plural(first, 'run')} of world 0, {count(second)} of world 1. {coins_line(runs.coins, seed)}"
+    yield from runs.provisos
     yield f"Worlds: {plan.worlds.what}. Adjacent: {plan.guarantee.adjacency}. Noted: {noted}."
     yield "What the numbers say was not looked at: sottovoce audit --on network reads them."
     if done.left_out:

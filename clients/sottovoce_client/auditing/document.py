@@ -29,7 +29,8 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "learner": name,
         "verdict": done.verdict,
         "source": done.source,  # where the runs came from, in words
-        "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read
+        "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read, by its path
+        "provisos": done.provisos,  # what must be known of the runs besides to judge the verdict
         "worlds": plan.worlds.what,  # what was swapped, in words
         "pairs": [
             {"worlds": each.worlds.what, "runs_of_each_world": each.runs, "epsilon": each.epsilon}
@@ -41,11 +42,12 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "adjacency": plan.guarantee.adjacency,  # which two data sets must look alike
         "runs_of_each_world": found.runs,
         "confidence": 1.0 - found.levels.alpha,  # with which a correct learner is not refuted
-        "seed": seed,  # of coins and noise
+        "coins": done.coins,  # what chose the world of every run
+        "seed": seed,  # of simulated runs, of coins where these are the seed's, and of what tests draw
         "epsilon": {
             "promised": found.claim,  # by the algorithm, for this swap
             "paper": float(plan.guarantee.paper[-1]),  # by the paper's formula
-            "largest_realised": done.largest,  # exact loss of any transcript; null: not known to this listener
+            "largest_realised": done.largest,  # exact loss of any transcript, of the swap in `worlds`; null: not known here
             "lower_bound": found.largest,  # the largest that guesses of whole runs show
             "most_that_so_many_runs_show": found.most,  # if every guess of a whole run were right; 0: nothing was guessed
         },
@@ -53,7 +55,12 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "likelihood": _likelihood(done),
         "single_rounds": _single_rounds(done),
         "learners": [
-            {"learner": plan.run.spec.names[each.learner], "claim": each.claim, "largest": each.largest}
+            {
+                "learner": plan.run.spec.names[each.learner],
+                "swap": each.swap,  # chosen after these runs: another one than `worlds`
+                "claim": each.claim,
+                "largest": each.largest,
+            }
             for each in done.learners
         ],  # exact losses in a few runs, for the most telling swap of each learner's first record
         "black_box": {

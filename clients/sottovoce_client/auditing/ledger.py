@@ -5,7 +5,7 @@ Lines of JSON, in the order in which things happen; the first is written before 
     {"format": "sottovoce-runs-1", "commitments": [...]}    to the coin of every planned run: SHA-256 of its world and a nonce
     {"worlds": "..."}                                       SHA-256 of worlds.json, which has that of the first line
     {"replica": 0, "started": true}
-    {"replica": 0, "run_id": "...", "outcome": "finished"}
+    {"replica": 0, "run_id": "...", "outcome": "finished"}    with "seeded": true where its noise can be repeated
     {"replica": 0, "world": 1, "nonce": "...", "capture": "..."}    when all runs are over: the coin, and the capture's SHA-256
 
 A coin that was not the one committed to, and a file that was exchanged for another one, are refused. All three could be
@@ -41,6 +41,7 @@ _KINDS: Mapping[str, type] = {
     "world": int,
     "nonce": str,
     "capture": str,
+    "seeded": bool,
 }
 
 
@@ -81,9 +82,10 @@ class LedgerWriter:
         self._started.append(replica)
         self._write({"replica": replica, "started": True})
 
-    def ended(self, replica: int, run_id: str, outcome: str) -> None:
-        """A run is over, and how."""
-        self._write({"replica": replica, "run_id": run_id, "outcome": outcome})
+    def ended(self, replica: int, run_id: str, outcome: str, *, seeded: bool = False) -> None:
+        """A run is over, and how; `seeded`: noise of a learner came from a seed or a recording."""
+        told = {"seeded": True} if seeded else {}
+        self._write({"replica": replica, "run_id": run_id, "outcome": outcome, **told})
 
     def reveal(self, captures: Iterable[Capture]) -> None:
         """All runs are over: say how the coins of those that were started had fallen, and which captures there are."""
@@ -107,12 +109,14 @@ class Entry:
         outcome: as the coordinator saw it; empty: nobody saw its end.
         world: what its coin had fallen on; None: it was not revealed.
         capture: SHA-256 of its capture; empty: there was none, or nobody looked any more.
+        seeded: noise of a learner came from a seed or a recording.
     """
 
     run_id: str = ""
     outcome: str = ""
     world: int | None = None
     capture: str = ""
+    seeded: bool = False
 
 
 def read_ledger(place: Folder, worlds: Mapping[str, Any]) -> dict[int, Entry] | None:
@@ -179,4 +183,6 @@ def _checked(replica: int, known: Mapping[str, Any], commitment: str, where: str
     world = known.get("world")
     if world is not None and _commitment(world, known["nonce"]) != commitment:
         raise CaptureError(f"{where}: the coin of run {replica} is not the one that was committed to before")
-    return Entry(known.get("run_id", ""), known.get("outcome", ""), world, known.get("capture", ""))
+    return Entry(
+        known.get("run_id", ""), known.get("outcome", ""), world, known.get("capture", ""), known.get("seeded", False)
+    )

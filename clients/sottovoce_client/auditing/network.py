@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from sottovoce_client.auditing.audit import Auditor, Say
 from sottovoce_client.auditing.captures import audit_of, find, require_heard
 from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger, tossed
 from sottovoce_client.auditing.started import Started, started
-from sottovoce_client.auditing.worlds import Way, as_audited, pairs_of, read_worlds, write_worlds
+from sottovoce_client.auditing.worlds import Way, as_audited, coins_of, pairs_of, read_worlds, write_worlds
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
@@ -84,7 +85,7 @@ def made(
     captures = _fresh(folder)
     worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), in_turn(plan)
     ledger = LedgerWriter(captures, worlds)
-    write_worlds(captures, plan, ledger.commitment, pairs, capture=capture)
+    write_worlds(captures, plan, ledger.commitment, pairs, capture=capture, seeded=seeded)
     ledger.bind()
     services = LocalServices(
         as_audited(plan.run.spec, capture), folder, per_process=per_process, tls=capture == "wiretap"
@@ -92,7 +93,8 @@ def made(
     _make(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, folder, services, say)
     place = open_folder(captures)
     told = read_worlds(place)
-    return started(find(place), plan.run, read_ledger(place, told), pairs_of(told, place.name))
+    runs = started(find(place), plan.run, read_ledger(place, told), pairs_of(told, place.name))
+    return replace(runs, coins=coins_of(told)).within(open_folder(folder))
 
 
 def _fresh(folder: Path) -> Path:
@@ -153,7 +155,8 @@ async def _all_runs(
                 credentials=services.credentials,
             )
             outcome = await while_alive(services, running, stop)
-            ledger.ended(k, outcome.run_id, outcome.state)
+            seeded = any(status.noise_is_not_private for status in outcome.statuses)
+            ledger.ended(k, outcome.run_id, outcome.state, seeded=seeded)
             if outcome.detail == BY_OPERATOR:
                 raise Interrupted(BY_OPERATOR)
             if stop.is_set() and outcome.state == "failed":  # a service died

@@ -175,6 +175,7 @@ def learners_table(losses: Sequence[LearnerLoss], names: Sequence[str], audited:
     rows = [
         (
             f"{names[each.learner]}, audited" if each.learner == audited else names[each.learner],
+            each.swap,
             each.largest,
             each.claim,
             each.largest / each.claim if 0 < each.claim < math.inf else math.nan,
@@ -184,8 +185,9 @@ def learners_table(losses: Sequence[LearnerLoss], names: Sequence[str], audited:
     above = [k for k, each in enumerate(losses) if each.largest > each.claim * (1 + 1e-9) + 1e-9]
     columns = (
         Column("learner"),
-        Column("largest loss seen", partial(number, digits=3)),
+        Column("swap that shows most", kind="long"),
+        Column("its largest loss", partial(number, digits=3)),
         Column("claimed at most", number),
         Column("so much of the claim", share, kind="bar"),
     )
-    return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 1) for row in above), narrow=True)
+    return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 2) for row in above))

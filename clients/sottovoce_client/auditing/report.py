@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.audit import Audit, Coins
 from sottovoce.auditing.bounds import ceiling
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.twins import Twins
@@ -25,6 +25,12 @@ from sottovoce_client.wording import NOTHING, chance, number
 _MOST_ROUNDS = 1000
 """Rows of the table of single rounds."""
 _MOST_EVIDENCE = 8
+COINS: Mapping[Coins, str] = {"operating system": "the operating system’s", "not known": "not known"}
+"""Whose coins are that are not the seed's, in words."""
+_DIGEST_LINES = """\
+raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))'; }
+(raw capture.json; raw part-*.parquet | raw) | sha256sum"""
+"""`Capture.digests` for whoever has no Sottovoce."""
 
 two, three = partial(number, digits=2), partial(number, digits=3)
 
@@ -44,6 +50,8 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "done": done,
         "name": name,
         "seed": seed,
+        "coins": COINS.get(done.coins, ""),
+        "digest_lines": _DIGEST_LINES,
         "digest": digest,
         "names": plan.run.spec.names,
         **_families(found),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 import numpy as np
 
+from sottovoce.auditing.audit import Coins
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.outcomes import WHOLE, Starts
 from sottovoce.auditing.plan import AuditPlan
@@ -16,8 +18,10 @@ from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.ledger import Entry
+from sottovoce_client.transcripts.provenance import seeded_noise
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_eavesdropper.storage import Folder
 
 _PairOf = Callable[[int | None], int]
 """The pair of worlds that a run is of, by its replica."""
@@ -47,6 +51,9 @@ class Started:
         gone: pair and world of every started run without a capture.
         unknown: so many more started runs left neither a capture nor a coin.
         notes: what else must be said of them, in words.
+        provisos: what must be known besides to judge what is found, a sentence each.
+        coins: what chose their worlds.
+        root: the folder that captures are named by, which may lie anywhere; empty: none was said.
     """
 
     kept: Sequence[Capture]
@@ -56,6 +63,22 @@ class Started:
     unknown: int = 0
     notes: tuple[str, ...] = ()
     pair_of: _PairOf = only_pair
+    provisos: tuple[str, ...] = ()
+    coins: Coins = "none"
+    root: str = ""
+
+    def within(self, folder: Folder) -> Started:
+        """The same runs, whose captures are called by their paths in this folder."""
+        notes = tuple(note.replace(f"{folder.name}/", "") for note in self.notes)
+        return replace(self, root=folder.name, notes=notes)
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every capture, by its path in the folder of `within`.
+
+        Raises:
+            CaptureError: one cannot be read.
+        """
+        return {_within(each.name, self.root): each.digests()[0] for each in (*self.kept, *self.short)}
 
     @property
     def tapped(self) -> bool:
@@ -94,6 +117,10 @@ class Started:
         for k, world in self.gone:
             found.setdefault(k, []).append(Ratios.silent(np.array([world]), plan.run.spec.rounds))
         return {k: Ratios.joined(parts) for k, parts in found.items()}
+
+
+def _within(name: str, root: str) -> str:
+    return name.removeprefix(f"{root}/") if name != root else PurePosixPath(name).name
 
 
 def _heard_of(capture: Capture, plan: AuditPlan) -> Ratios:
@@ -222,7 +249,14 @@ def started(
         notes.append(f"{what} of which rounds are missing")
     notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
     gone = tuple((pair_of(k), int(entry.world or 0)) for k, entry in lost.items())
-    return Started(kept, short, tuple(outcomes), gone, len(unheard) - len(lost), tuple(notes), pair_of)
+    unknown, provisos = len(unheard) - len(lost), tuple(_of_seeds(ledger or {}))
+    return Started(kept, short, tuple(outcomes), gone, unknown, tuple(notes), pair_of, provisos)
+
+
+def _of_seeds(ledger: Mapping[int, Entry]) -> Iterator[str]:
+    """What learners said themselves of the noise of these runs."""
+    if seeded := sum(entry.seeded for entry in ledger.values()):
+        yield seeded_noise(seeded, len(ledger))
 
 
 def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sottovoce.auditing.audit import Coins
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import LearnerData, PlacedData
@@ -53,6 +54,7 @@ def write_worlds(
     pair_of_run: Sequence[int] = (),
     *,
     capture: Way = "relay",
+    seeded: bool = False,
 ) -> None:
     """Write down what the worlds are.
 
@@ -62,6 +64,7 @@ def write_worlds(
         ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
         pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
         capture: how edges are overheard.
+        seeded: whether the coins come from the seed.
     """
     document = {
         "format": _FORMAT,
@@ -71,6 +74,7 @@ def write_worlds(
         **({"pair_of_run": list(pair_of_run)} if plan.beside else {}),
         "runs": plan.all_runs,
         "seed": plan.seeds.audited.entropy,
+        "coins": "seed" if seeded else "operating system",
         "data": digest(plan.data),
         "spec": as_audited(plan.run.spec, capture).model_dump(mode="json"),
         **({} if ledger is None else {"ledger": ledger}),
@@ -168,6 +172,12 @@ def _worlds(pair: Document, learner: int, own: LearnerData, *, shared: bool) -> 
         for record in (pair["first"], pair["second"])
     )
     return Worlds(learner, first, second, str(pair["what"]), shared)
+
+
+def coins_of(document: Document) -> Coins:
+    """What chose the world of every run, as far as the file says it."""
+    told = document.get("coins")
+    return told if told in ("seed", "operating system") else "not known"
 
 
 def pairs_of(document: Document, where: str) -> Callable[[int | None], int]:

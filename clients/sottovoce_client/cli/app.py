@@ -205,6 +205,17 @@ def address(
     return typer.Option(*flags, callback=held, **options)
 
 
+def real(*flags: str, least: float, most: float, **options: Any) -> Any:
+    """An option that is a number from `least` to `most`; as `typer.Option`, some versions of which take not-a-number, too."""
+
+    def held(parameter: typer.CallbackParam, value: float | None) -> float | None:
+        if value is not None and math.isnan(value):
+            raise SpecError(f"{parameter.opts[0]} must be a number from {least:g} to {most:g}, got nan")
+        return value
+
+    return typer.Option(*flags, min=least, max=most, callback=held, **options)
+
+
 Listen = Annotated[
     str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
 ]

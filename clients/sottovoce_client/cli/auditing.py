@@ -29,6 +29,7 @@ from sottovoce_client.cli.app import (
     folder_for,
     levels,
     prepared_from,
+    real,
     results_of,
 )
 
@@ -63,7 +64,7 @@ def audit(
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
     ] = None,
     confidence: Annotated[
-        float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
+        float, real(least=0.5, most=0.999999, help="With which a correct learner is not refuted.")
     ] = 0.95,
     seed: Annotated[
         int | None,
@@ -328,7 +329,7 @@ def watch(
         list[str] | None,
         typer.Option(help="Watch this learner; repeat for several. You need its records.", show_default="all"),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="The chance of a false alarm.")] = 0.001,
+    alpha: Annotated[float, real(least=1e-12, most=0.999999, help="The chance of a false alarm.")] = 0.001,
     canaries: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The run's canaries.json: guess its coins, too.")
     ] = None,

@@ -17,6 +17,7 @@ from sottovoce_client.cli.app import (
     LogLevel,
     address,
     feed_app,
+    real,
 )
 from sottovoce_client.cli.feeding import (
     DeadLetters,
@@ -82,7 +83,7 @@ TlsCert = Annotated[
 ]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.", show_default=False)]
 BrokerPatience = Annotated[
-    float, typer.Option(min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="How long the broker may be away.")
+    float, real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help="How long the broker may be away.")
 ]
 
 

@@ -19,6 +19,7 @@ from sottovoce_client.cli.app import (
     LogLevel,
     address,
     feed_app,
+    real,
 )
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ DeadLetters = Annotated[
 ]
 Patience = Annotated[
     float,
-    typer.Option(
-        min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="How long the learner may be away, or between two runs."
+    real(
+        least=0.0, most=MOST_SECONDS, metavar="SECONDS", help="How long the learner may be away, or between two runs."
     ),
 ]
 Position = Annotated[

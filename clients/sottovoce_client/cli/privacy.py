@@ -21,6 +21,7 @@ from sottovoce_client.cli.app import (
     policy_app,
     prepared_from,
     priced_from,
+    real,
     results_of,
 )
 
@@ -64,7 +65,7 @@ def ledger_repair(
     learner: Annotated[str, typer.Option(help="Whose ledger.")],
     charge: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1e100, help="Charge at least this much epsilon, beside what is still known."),
+        real(least=0.0, most=1e100, help="Charge at least this much epsilon, beside what is still known."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

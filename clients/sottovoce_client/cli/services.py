@@ -29,6 +29,7 @@ from sottovoce_client.cli.app import (
     app,
     eavesdropper_app,
     folder_for,
+    real,
     results_of,
 )
 
@@ -105,9 +106,9 @@ def learner(
     ] = None,
     join_timeout: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=MOST_SECONDS,
+        real(
+            least=0.0,
+            most=MOST_SECONDS,
             envvar="SOTTOVOCE_JOIN_TIMEOUT",
             help="Seconds to wait for the coordinator at the start.",
         ),
@@ -293,12 +294,10 @@ def eavesdropper_audit(
     ] = "connection",
     claim: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, max=1e100, help="Epsilon that the service's owner claims for a run.", show_default="none"
-        ),
+        real(least=0.0, most=1e9, help="Epsilon that the service's owner claims for a run.", show_default="none"),
     ] = None,
     confidence: Annotated[
-        float, typer.Option(min=0.5, max=0.999999, help="With which a claim that holds is not refuted.")
+        float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
     out: Annotated[Path | None, results_of("audit")] = None,

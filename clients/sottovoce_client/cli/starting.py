@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from sottovoce_client.cli.app import MOST, AsJson, app
+from sottovoce_client.cli.app import MOST, AsJson, app, real
 
 
 @app.command(rich_help_panel="Runs")
@@ -51,7 +51,7 @@ def init(
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
     delta: Annotated[
-        float | None, typer.Option(min=0, max=1, help="The promise is pure: it holds at any delta.", show_default="0")
+        float | None, real(least=0.0, most=1.0, help="The promise is pure: it holds at any delta.", show_default="0")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
     name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,

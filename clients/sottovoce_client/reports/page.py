@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from sottovoce_client.documents import write_text
+from sottovoce_client.documents import Opener, write_text
 from sottovoce_client.reports.marks import COLOURS
 from sottovoce_client.reports.rendering import render
 from sottovoce_client.reports.tables import Column as Column
@@ -60,10 +60,10 @@ class Page:
         skeleton = {"script": script, "script_digest": digest, "colours": COLOURS, "version": version("sottovoce")}
         return render(self.template, shown=shown, **skeleton, **self.values)
 
-    def write(self, path: Path) -> None:
-        """Write the page.
+    def write(self, path: Path, *, opener: Opener | None = None) -> None:
+        """Write the page; `opener`: as of `open`, such as `private`.
 
         Raises:
             SpecError: Jinja2 is not installed.
         """
-        write_text(path, self.html())
+        write_text(path, self.html(), opener=opener)

@@ -181,7 +181,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         heard, evidence = words.heard, words.evidence
         table.add_row(Text(name), count(heard), count(evidence), count(heard - evidence))
     console.print(table)
-    wrong = [line for name, words in found.items() for line in _wrong(name, words)]
+    wrong = [line for name, words in found.items() for line in faults(name, words)]
     for line in wrong:
         console.print(Text(line, style="bold red"))
     signed = any(words.signs for words in found.values())
@@ -203,7 +203,8 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     return 1 if wrong or not signed else 0
 
 
-def _wrong(name: str, words: Words) -> Iterator[str]:
+def faults(name: str, words: Words) -> Iterator[str]:
+    """What is wrong with what a learner has said and signed, a sentence each."""
     if words.twice:
         yield f"{name} has signed two messages of {_rounds(words.twice)}: it said two things, and cannot deny it"
     if others := sorted(set(words.others) - set(words.twice)):

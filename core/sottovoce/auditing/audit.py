@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -52,6 +52,8 @@ SHARE_RUNS = 2500
 Work = Callable[[Share], "Examined"]
 Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
 """How shares are worked on: one after the other, as `map`, or side by side; in order."""
+Coins = Literal["seed", "operating system", "not known", "none"]
+"""What chose the world of every run; none: all are of one world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,19 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLoss:
-    """Exact losses of one learner in a few runs, for the worst swap among those tried.
+    """Exact losses of one learner in a few runs, for the swap among those tried that they tell apart best.
+
+    That is seen in hindsight, so it is hardly the swap of the audit: of the audited learner there are two losses.
 
     Attributes:
         learner: its index.
+        swap: which, in words.
         claim: epsilon for the swap.
         largest: the largest absolute loss of any run by any round.
     """
 
     learner: int
+    swap: str
     claim: float
     largest: float
 
@@ -113,6 +119,8 @@ class Audit:
         found: what the tests found.
         verdict: what may be said.
         captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
+        coins: what chose the world of every run.
+        provisos: what must be known of the runs besides to judge the verdict, a sentence each.
     """
 
     plan: AuditPlan
@@ -128,6 +136,8 @@ class Audit:
     found: Findings
     verdict: Verdict
     captures: Mapping[str, str] = field(default_factory=dict)
+    coins: Coins = "seed"
+    provisos: tuple[str, ...] = ()
 
     @property
     def claim_seen(self) -> float:
@@ -465,5 +475,6 @@ def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     for i, own in enumerate(data.learners):
         if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
-            found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
+            telling = search(plan.run, transcript, (i,), own, tried, peak)
+            found.append(LearnerLoss(i, telling.swap[1], claim, telling.score))
     return tuple(found)

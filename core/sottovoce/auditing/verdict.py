@@ -158,13 +158,17 @@ def decide(found: Findings) -> Verdict:
     runs = _runs(found)
     if math.isinf(found.claim):
         return Verdict("unpromised", _unpromised(found, runs), found.signs)
-    above = f"above {found.largest:.3g} " if found.paired else ""
+    above = f"above {found.largest:.3g} " if found.largest > 0.0 else ""
     hints = tuple(_hints(found))
     if hints:
         return Verdict("inconclusive", f"No violation {above}found with {runs}, but {hints[0]}.", hints)
     text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g} is claimed."
     if not found.paired:
         text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
+    elif not above:
+        text += (
+            " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of every learner."
+        )
     return Verdict("consistent", text)
 
 

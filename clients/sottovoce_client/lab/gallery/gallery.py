@@ -19,7 +19,7 @@ from sottovoce.experiment import prepare
 from sottovoce.lab.attacks.rebuild import rebuild
 from sottovoce.spec import parse_spec
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json
+from sottovoce_client.documents import private, write_json
 from sottovoce_client.lab.gallery import cases as cases
 from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
@@ -95,7 +95,8 @@ def gallery_of(
     label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
     with console.status("attacking"):
         strip = Strip(label, rebuild(run, prepared.data, heard, seed=seed))
-    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {capture}"
+    where = found.place.name.rpartition("/")[2]
+    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
     _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
 
 
@@ -103,8 +104,9 @@ def gallery_of(
 
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
-    write_json(folder / "gallery.json", _document(shown))
-    exhibits.gallery_page(shown).write(folder / "gallery.html")
+    opener = private if shown.source else None  # of a capture: they hold its learners' records
+    write_json(folder / "gallery.json", _document(shown), opener=opener)
+    exhibits.gallery_page(shown).write(folder / "gallery.html", opener=opener)
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 

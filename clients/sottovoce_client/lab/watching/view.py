@@ -46,6 +46,7 @@ class Sight:
         canaries: of the coins, if there are any.
         alarms: so far.
         state: in a word or two.
+        provenance: what the capture's signatures say of it, in a sentence; empty: nobody looked.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Sight:
     canaries: CanaryTest | None = None
     alarms: list[Alarm] = field(default_factory=list)
     state: str = "watching"
+    provenance: str = ""
 
     def name(self, alarm: Alarm) -> str:
         """Whom an alarm blames."""
@@ -211,6 +213,8 @@ def print_end(sight: Sight, console: Console) -> None:
     else:
         text = f"No alarm in {plural(sight.watch.round, 'round')}. A false one had a chance of at most {chance}."
     console.print(Text(text))
+    if sight.provenance:
+        console.print(Text(sight.provenance))
 
 
 def document(sight: Sight) -> dict[str, Any]:
@@ -221,6 +225,7 @@ def document(sight: Sight) -> dict[str, Any]:
         "rounds_watched": sight.watch.round,
         "rounds": sight.rounds,
         "alpha": sight.alpha,
+        "provenance": sight.provenance,
         "alarms": [
             {"learner": None if each.learner is None else sight.names[each.learner], "text": sight.sentence(each)}
             | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}

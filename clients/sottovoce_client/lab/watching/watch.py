@@ -27,6 +27,7 @@ from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdr
 from sottovoce_client.lab.watching.view import Gauges, Sight, View, document, print_end, view
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
+from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_learner.kept import Learned, learners_in
 from sottovoce_rpc.codec import RoundCodec
@@ -161,6 +162,8 @@ class _Watching:
                     break
                 capture = await self._source.latest() or capture
         sight.state = self._state(sight)
+        if sight.alarms or self._question.once:
+            sight.provenance = _provenance(capture)
         if self._question.keys is not None and (
             sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)
         ):
@@ -305,6 +308,14 @@ class _Watching:
 
 def _planned(spec: RunSpec) -> int | None:
     return None if spec.endless else spec.rounds
+
+
+def _provenance(capture: Capture) -> str:
+    """What the capture's signatures say of it; where it is not what was signed, that."""
+    try:
+        return provenance([capture], capture.place)
+    except CaptureError as error:
+        return f"{error}."
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:

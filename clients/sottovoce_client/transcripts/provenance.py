@@ -1,0 +1,108 @@
+"""Whether captures that somebody has kept are what learners said: a sentence for whoever judges learners by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from sottovoce.errors import CaptureError
+from sottovoce_client.transcripts.verify import faults, read
+from sottovoce_client.wording import count
+from sottovoce_eavesdropper.reading import Capture
+from sottovoce_eavesdropper.storage import Folder
+from sottovoce_rpc.certificates import AUTHORITIES
+
+SUMMARY = "summary.json"
+_MOST_BYTES = 64 * 2**20
+_CHANGED = "what differs from the promise may have been put there by whoever could change what was kept"
+
+
+def provenance(captures: Sequence[Capture], place: Folder) -> str:
+    """What signatures say of captures, and what must be believed where there are none.
+
+    Args:
+        captures: of runs of ours.
+        place: the folder that was named. The authorities' certificates (`ca.crt`) may lie in it, or in one of the two above.
+
+    Raises:
+        CaptureError: a capture cannot be read, or is not what was signed in it.
+    """
+    kept = "this capture" if len(captures) == 1 else f"these {count(len(captures))} captures"
+    if not any(map(_is_signed, captures)):
+        return f"Nothing in {kept} is signed: {_CHANGED}."
+    found = next(_beside(place, AUTHORITIES), None)
+    if found is None:
+        return (
+            f"Signatures in {kept} were not checked, for there is no {AUTHORITIES} beside it "
+            f"(sottovoce transcript verify --ca takes one from elsewhere): {_CHANGED}."
+        )
+    where, authorities = found
+    heard, evidence = 0, 0
+    for capture in captures:
+        words = read(capture, authorities)
+        if wrong := next((line for name, own in words.items() for line in faults(name, own)), None):
+            raise CaptureError(
+                f"{capture.name} is not what its learners signed, by {where}: {wrong}. It was changed, or they said two "
+                "things: sottovoce transcript verify says more"
+            )
+        heard += sum(own.heard for own in words.values())
+        evidence += sum(own.evidence for own in words.values())
+    if evidence < heard:
+        return f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where}: in these, {_CHANGED}."
+    return (
+        f"All messages are signed by their learners, by {where}: they said them, where that file is their authority's."
+    )
+
+
+def noise_of(captures: Sequence[Capture], place: Folder) -> str:
+    """What is known of where the noise of runs came from, by the `summary.json` that `sottovoce run` writes; empty: the system.
+
+    Args:
+        captures: of runs of ours.
+        place: the folder that was named.
+    """
+    known: dict[str, bool] = {}
+    for _, content in _beside(place, SUMMARY):
+        try:
+            told = json.loads(content)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(told, dict) and isinstance(told.get("private_noise"), bool):
+            known[str(told.get("run_id"))] = told["private_noise"]
+    runs = [known.get(str(capture.facts["run_id"])) for capture in captures]
+    if seeded := runs.count(False):
+        return seeded_noise(seeded, len(runs))
+    if None in runs:
+        return (
+            "Captures do not say where noise came from: that it was the operating system's, and no seed's or recording's, "
+            "was assumed."
+        )
+    return ""
+
+
+def seeded_noise(seeded: int, runs: int) -> str:
+    """What must be said of runs whose noise somebody can repeat."""
+    some = f"all {count(runs)}" if seeded == runs else f"{count(seeded)} of {count(runs)}"
+    whose = "of this run" if runs == 1 else f"of {some} runs"
+    return (
+        f"The noise {whose} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
+        "away again, so it protected nothing, whatever was found."
+    )
+
+
+def _is_signed(capture: Capture) -> bool:
+    import pyarrow.compute as pc
+
+    kinds = (batch.column("kind") for batch in capture.batches(("kind",)))
+    return any(pc.any(pc.equal(each, "signature")).as_py() for each in kinds)
+
+
+def _beside(place: Folder, name: str) -> Iterator[tuple[str, bytes]]:
+    """Files of this name, and where they lie: in the folder, and in the two above."""
+    for above in ("", "../", "../../"):
+        try:
+            if place.size(f"{above}{name}") <= _MOST_BYTES:
+                with place.open(f"{above}{name}") as file:
+                    yield f"{above}{name}", file.read(_MOST_BYTES)
+        except (OSError, ValueError):  # a store may know no folder above
+            continue

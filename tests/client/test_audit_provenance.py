@@ -1,0 +1,185 @@
+"""What an audit of kept captures says of them: whether they are what was signed, whose noise and coins these were."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sottovoce.errors import CaptureError
+from sottovoce.experiment import Prepared
+from sottovoce.spec import RunSpec
+from sottovoce_client.auditing.audit import show
+from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger
+from sottovoce_client.auditing.worlds import FILE, write_worlds
+from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
+from sottovoce_client.transcripts.provenance import noise_of, provenance
+from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.signatures import UNSAID, Statement, digest
+from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of
+from tests.docs.pages import CHECKOUT
+from tests.services.identities import Identities
+
+SEEDED = "came from a seed"
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
+    return Identities(tmp_path_factory.mktemp("identities"))
+
+
+def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed: bool = False) -> Capture:
+    """A run whose learners sign what they say before a round; `changed`: another message stands in its place."""
+    plan = planned()
+    said = [row for row in rows_of(plan.run, plan, 0, 1, ROUNDS) if row.kind == "message"]
+    spec = json.dumps(plan.run.spec.model_dump(mode="json"))
+
+    async def write() -> None:
+        file = CaptureFile(folder, folder.name, folder.name, spec, 3, fields={"y": (3,)})
+        for row in said:
+            other = row.payload[:-1] + bytes([row.payload[-1] ^ 0x80])  # the sign of the last number
+            file.add(row._replace(payload=other) if changed and row.payload == said[-1].payload else row)
+        for sender, name in enumerate(plan.run.spec.names):
+            own = list(dict.fromkeys(row.payload for row in said if row.sender == sender))[:until]
+            digests = b"".join(map(digest, own)).ljust(len(UNSAID), b"\0")
+            stands = identities.of(f"learner/{name}").signed(Statement(folder.name, sender, 0, digests)).encode()
+            at = next(row for row in said if row.sender == sender)
+            file.add(at._replace(kind="signature", wall_ns=time.time_ns(), payload=stands, size=len(stands)))
+        await file.close()
+
+    asyncio.run(write())
+    return open_capture(folder)
+
+
+def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path / "captures", plan, None, 0)
+    done = audited(tmp_path, plan)
+    assert any("Nothing in this capture is signed" in each and "could change" in each for each in done.provisos)
+    console = Console(file=io.StringIO(), width=1000)
+    show(done, 0, tmp_path, console)
+    assert isinstance(console.file, io.StringIO)
+    for text in (console.file.getvalue(), (tmp_path / "audit.html").read_text()):
+        assert "Nothing in this capture is signed" in text and str(tmp_path / "captures") not in text
+    document = json.loads((tmp_path / "audit.json").read_text())
+    assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
+    assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
+
+
+def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_compute(tmp_path: Path) -> None:
+    plan = planned()
+    place = keep(tmp_path / "captures", plan, None, 0)
+    show(audited(tmp_path, plan), 0, tmp_path, Console(file=io.StringIO()))
+    shutil.copy(place / "part-000001.parquet", place / "part-000002.parquet")
+    page = html.unescape((tmp_path / "audit.html").read_text())
+    lines = page[page.index("raw() {") :].partition("</code>")[0]
+    tutorial = (CHECKOUT / "docs" / "tutorial-auditor.md").read_text(encoding="utf-8")
+    assert all(line in tutorial for line in lines.splitlines())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    typed, environment = ["bash", "-c", lines], {**os.environ, "PATH": path}
+    done = subprocess.run(typed, cwd=place, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == open_capture(place).digests()[0]
+
+
+def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path: Path, identities: Identities) -> None:
+    capture, place = signed(tmp_path / "captures" / "run", identities), open_folder(tmp_path)
+    assert "were not checked" in provenance([capture], place)
+    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    assert provenance([capture], place).startswith("All messages are signed by their learners, by ca.crt:")
+    assert "by ../../ca.crt:" in provenance([capture], capture.place)
+    half = signed(tmp_path / "half", identities, until=ROUNDS - 1)
+    assert provenance([half], place).startswith(f"Of {3 * ROUNDS} messages 3 are not signed, by ca.crt:")
+
+
+def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, identities: Identities) -> None:
+    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    capture = signed(tmp_path / "run", identities, changed=True)
+    with pytest.raises(CaptureError, match=r"run is not what its learners signed, by ca\.crt: .* another message"):
+        provenance([capture], open_folder(tmp_path))
+    plan = planned()
+    with pytest.raises(CaptureError, match="is not what its learners signed"):
+        audited(tmp_path, plan)
+    others = Identities(tmp_path / "others")
+    shutil.copy(others.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    with pytest.raises(CaptureError, match="refused: a signature whose certificates do not lead"):
+        provenance([signed(tmp_path / "again", identities)], open_folder(tmp_path))
+
+
+def test_a_watch_of_what_was_kept_says_it_too(tmp_path: Path, identities: Identities) -> None:
+    def prepare(spec: RunSpec) -> Prepared:
+        plan = planned()
+        return Prepared(plan.run, plan.data)
+
+    def watched(place: Path) -> str:
+        console = Console(file=io.StringIO(), width=1000)
+        watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    keep(tmp_path / "captures", planned(), None, 0)
+    assert "Nothing in this capture is signed" in watched(tmp_path)
+    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    signed(tmp_path / "changed", identities, changed=True)
+    assert "is not what its learners signed, by ../ca.crt" in watched(tmp_path / "changed")
+
+
+def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path / "captures", plan, None, 0)
+    assert any("was assumed" in each for each in audited(tmp_path, plan).provisos)
+    for told, said in (({}, "was assumed"), ({"run_id": "run-0"}, SEEDED), ({"run_id": "other"}, "was assumed")):
+        (tmp_path / "summary.json").write_text(json.dumps({"private_noise": False, **told}))
+        assert said in audited(tmp_path / "captures", plan).provisos[-1]
+    (tmp_path / "summary.json").write_text('{"run_id": "run-0", "private_noise": true, "loss": Infinity}')
+    assert not noise_of([open_capture(tmp_path / "captures" / "run-0")], open_folder(tmp_path))
+    (tmp_path / "summary.json").write_text("[")
+    assert "was assumed" in audited(tmp_path, plan).provisos[-1]
+
+
+def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) -> None:
+    plan = planned()
+    two = plan.runs * 2
+    coins = plan.seeds.audited.generate_state(two) % 2
+    ledger = LedgerWriter(tmp_path, coins.astype(int))
+    write_worlds(tmp_path, plan, ledger.commitment, seeded=True)
+    ledger.bind()
+    for k in range(two):
+        ledger.started(k)
+        keep(tmp_path, plan, int(coins[k]), k)
+        ledger.ended(k, f"run-{k}", "finished", seeded=k < 3)
+    told = json.loads((tmp_path / FILE).read_text())
+    entries = read_ledger(open_folder(tmp_path), told) or {}
+    assert [entry.seeded for entry in entries.values()] == [k < 3 for k in range(two)]
+    done = audited(tmp_path, plan)
+    assert done.coins == "seed" and f"of 3 of {two} runs {SEEDED}" in done.provisos[-1]
+
+
+def test_coins_are_called_what_they_are(tmp_path: Path) -> None:
+    plan = planned()
+    for seeded, said in ((True, "seed 7"), (False, "the operating system’s")):
+        folder = tmp_path / str(seeded)
+        folder.mkdir()
+        write_worlds(folder, plan, seeded=seeded)
+        for k in range(2 * plan.runs):
+            keep(folder, plan, k % 2, k)
+        done = replace(audited(folder, plan), provisos=())
+        console = Console(file=io.StringIO(), width=1000)
+        show(done, 7, folder, console)
+        assert isinstance(console.file, io.StringIO)
+        assert f"Coins: {said}." in console.file.getvalue()
+        page = (folder / "audit.html").read_text()
+        assert (f"coins: {said}" in page) is not seeded and ("seed 7" in page) is seeded
