@@ -196,6 +196,7 @@ def _line(cells: Sequence[str]) -> str:
 def _latex(text: str) -> str:
     """Plain text for LaTeX."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    special |= {"ε": r"$\varepsilon$", "±": r"$\pm$", "−": "$-$", "∞": r"$\infty$"}
     text = "".join(special.get(sign, f"\\{sign}" if sign in "#$%&_{}" else sign) for sign in text)
     return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
 
