@@ -149,7 +149,7 @@ def compare(
         try:
             spec = load()
             first = first or spec
-            _insist_on_same_records(spec.data, first.data)
+            require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
                 results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
@@ -159,7 +159,7 @@ def compare(
         _print_table(results, console) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
-        tables, short_ones = {"compare": _table(results)}, {"compare": _paper(results)}
+        tables, short_ones = {"compare": table_of(results, _names(results))}, {"compare": _paper(results)}
         for path in write_files(folder, export, tables, _figures(results), short_ones):
             console.out(str(path), highlight=False)
     return 1 if failures else 0
@@ -169,7 +169,12 @@ _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "int
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
-def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
+def require_same_records(data: DataSpec, first: DataSpec) -> None:
+    """Refuse specs that learn from, or hold out, other records than the first one.
+
+    Raises:
+        SpecError: these do.
+    """
     for field in _SAME:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
@@ -332,11 +337,11 @@ def _figures(results: Sequence[Result]) -> list[Figure]:
     return [_plot(results, *what) for what in _PLOTS]
 
 
-def _table(results: Sequence[Result]) -> Table:
+def table_of(results: Sequence[Result], names: Sequence[str]) -> Table:
     """All numbers, a row for each spec: of metrics the last values and their standard errors."""
     metrics = dict.fromkeys(name for result in results for name in result.curves.curves)
     rows = []
-    for result, name in zip(results, _names(results), strict=True):
+    for result, name in zip(results, names, strict=True):
         curves = [result.curves.curves.get(each) for each in metrics]
         ends = [(math.nan, math.nan) if each is None else (each.final, each.final_error) for each in curves]
         promised = (result.threat_model, result.paper, result.event, result.record)
