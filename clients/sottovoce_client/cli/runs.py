@@ -221,6 +221,7 @@ def simulate(
             "rounds": ran.rounds,
             "learners": ran.names,
             "replicas": replicas,
+            "epsilon_event": experiment.epsilon() if noise is None else None,
             "metrics": {} if done.curves is None else finals(done.curves),
         }
     )
