@@ -18,7 +18,7 @@ from sottovoce.budget.first_spec import ROUNDS, first_spec
 from sottovoce.data.columns import default_label, read_cells, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source
 from sottovoce.data.files import PLACEMENT, READABLE, RawTable
-from sottovoce.data.labels import texts_of
+from sottovoce.data.labels import class_named, texts_of
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
@@ -278,7 +278,7 @@ def _loss(
         return {"kind": "softmax", "ridge": 0.001, "feature_bound": 1.0, "classes": len(classes)}
 
     def parsed(text: str) -> tuple[str, ...]:
-        chosen = tuple(part.strip() for part in text.split(","))
+        chosen = tuple(class_named(part.strip(), classes) for part in text.split(","))
         if unknown := [each for each in chosen if each not in classes]:
             raise SpecError(f"--positive must name labels that occur, {_some(classes)}, got {unknown[0]!r}")
         if len(set(chosen)) == len(classes):

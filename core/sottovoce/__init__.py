@@ -19,6 +19,8 @@ __all__ = (
     "Table",
     "__version__",
     "audit",
+    "calibrate",
+    "compare",
     "connect",
     "connect_learner",
     "load",
@@ -37,11 +39,13 @@ _PLACES = {
     "SpecError": "sottovoce.errors",
     "Table": "sottovoce.table",
     "audit": "sottovoce.door",
+    "calibrate": "sottovoce.door",
     "load": "sottovoce.experiment",
     "simulate": "sottovoce.door",
     # Of the client, which knows the network and this machine's processes. The core imports neither: it names them by string
     # alone, for who has the door has the whole house.
     "Prequential": "sottovoce_client.live.prequential",
+    "compare": "sottovoce_client.running.beside",
     "connect": "sottovoce_client.deployment",
     "connect_learner": "sottovoce_client.live.connecting",
     "sweep": "sottovoce_client.running.sweep",

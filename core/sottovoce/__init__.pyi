@@ -4,6 +4,7 @@ from sottovoce.auditing.audit import Audit as Audit
 from sottovoce.data.joining import LabelJoin as LabelJoin
 from sottovoce.door import Simulation as Simulation
 from sottovoce.door import audit as audit
+from sottovoce.door import calibrate as calibrate
 from sottovoce.door import simulate as simulate
 from sottovoce.errors import DataError as DataError
 from sottovoce.errors import SottovoceError as SottovoceError
@@ -15,6 +16,7 @@ from sottovoce.table import Table as Table
 from sottovoce_client.deployment import connect as connect
 from sottovoce_client.live.connecting import connect_learner as connect_learner
 from sottovoce_client.live.prequential import Prequential as Prequential
+from sottovoce_client.running.beside import compare as compare
 from sottovoce_client.running.sweep import sweep as sweep
 
 __all__: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""What one does with an experiment: simulate it, audit it."""
+"""What one does with an experiment: simulate it, audit it, calibrate its noise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, audit_simulated
 from sottovoce.auditing.plan import plan_audit
+from sottovoce.budget.calibration import Per, Target
+from sottovoce.budget.calibration import calibrate as noise_for
 from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment
+from sottovoce.experiment import Experiment, experiment_of, require_count
 from sottovoce.noise import Noise, RecordedNoise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
@@ -75,7 +77,7 @@ def _metrics_table(curves: Curves, names: tuple[str, ...]) -> Table:
 
 
 def simulate(
-    experiment: Experiment,
+    experiment: Experiment | Path | str,
     replicas: int = 1,
     seed: int | np.random.SeedSequence = 0,
     *,
@@ -89,7 +91,7 @@ def simulate(
     Memory does not grow with the rounds, unless the transcript is kept.
 
     Args:
-        experiment: what to run.
+        experiment: what to run, or the path of a spec file.
         replicas: independent repetitions.
         seed: of the noise; the same seed, the same numbers, and a replica's beside any number of others.
         metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
@@ -111,8 +113,8 @@ def simulate(
     >>> result.metrics.where(metric="consensus_error", rounds=10)["mean"].shape
     (1,)
     """
-    if replicas < 1:
-        raise SpecError(f"replicas must be at least 1, got {replicas}")
+    require_count("replicas", replicas)
+    experiment = experiment_of(experiment)
     run, data = experiment.run, experiment.records
     measured = None if metrics is False else Metrics(run, data, at=None if metrics is True else metrics)
     said: dict[str, FloatArray] = {}
@@ -151,8 +153,47 @@ def noise_of(noise: Noise | Path | str | None, seed: int | np.random.SeedSequenc
     return RecordedNoise(fields)
 
 
+def calibrate(
+    experiment: Experiment | Path | str,
+    epsilon: float | Mapping[str, float],
+    *,
+    per: Per = "event",
+    horizon: float | None = None,
+) -> Experiment:
+    """The same experiment with as little noise as meets a privacy budget from below, within a thousandth of it.
+
+    Args:
+        experiment: with noise to start from, or the path of a spec file.
+        epsilon: what every learner's messages may cost; or by the learner's name, for each.
+        per: for an event, or for a `record` in all of its uses.
+        horizon: over so many rounds (default: all of the run); infinity: for ever.
+
+    Raises:
+        SpecError: nothing finite is promised, the budget is out of reach, or a learner has none.
+        DataError: its data cannot be used.
+
+    >>> from sottovoce.experiment import Experiment
+    >>> louder = calibrate(Experiment(rounds=10, learners=3, algorithm="ldp-dol"), 2.0)
+    >>> 1.998 <= louder.epsilon() <= 2.0
+    True
+    """
+    experiment = experiment_of(experiment)
+    if isinstance(epsilon, Mapping):
+        if epsilon.keys() != set(experiment.names):
+            raise SpecError(
+                f"epsilon must name each of {', '.join(experiment.names)}, got {', '.join(epsilon) or 'none'}"
+            )
+        wanted = tuple(epsilon[name] for name in experiment.names)
+    else:
+        wanted = (epsilon,) * experiment.n_learners
+    if wrong := [each for each in wanted if isinstance(each, bool) or not isinstance(each, int | float | np.number)]:
+        raise SpecError(f"epsilon must be a number, got {wrong[0]!r}")
+    found = noise_for(experiment, experiment.records, Target(tuple(map(float, wanted)), horizon, per)).spec
+    return Experiment.model_validate(found.model_dump(mode="json"))
+
+
 def audit(
-    experiment: Experiment,
+    experiment: Experiment | Path | str,
     runs: int = 1000,
     *,
     learner: str | int | None = None,
@@ -164,7 +205,7 @@ def audit(
     """Try to refute what an experiment promises about one learner: many simulated runs in two worlds that differ in one record.
 
     Args:
-        experiment: whose promise.
+        experiment: whose promise, or the path of a spec file.
         runs: of each world, on average.
         learner: name or index (default: the one with the largest epsilon).
         confidence: with which a promise that holds is not refuted, by all tests together.
@@ -184,6 +225,8 @@ def audit(
     >>> audit(Experiment(rounds=3, learners=3, algorithm="ldp-dol"), runs=60).verdict.kind
     'consistent'
     """
+    require_count("runs", runs)
+    experiment = experiment_of(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
         raise SpecError(f"threat must be one of {', '.join(known)}, got {threat!r}")

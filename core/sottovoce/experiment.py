@@ -273,6 +273,33 @@ class Experiment(RunSpec):
         return overall((each.epsilon() for each in promises), shared=promises[0].shared)
 
 
+def experiment_of(source: Experiment | Path | str) -> Experiment:
+    """An experiment, or that of a spec file.
+
+    Raises:
+        SpecError: it is neither, or the file has no valid spec.
+    """
+    if isinstance(source, Experiment):
+        return source
+    if isinstance(source, Path | str):
+        return load(source)
+    raise SpecError(
+        f"an experiment must be a sottovoce.Experiment or the path of a spec file, got {type(source).__name__}"
+    )
+
+
+def require_count(what: str, value: object) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise SpecError(f"{what} must be a whole number, got {value!r}")
+    if value < 1:
+        raise SpecError(f"{what} must be at least 1, got {value}")
+
+
 def load(path: Path | str) -> Experiment:
     """An experiment from a spec file (YAML), as the command line reads it.
 

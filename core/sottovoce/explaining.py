@@ -45,8 +45,14 @@ def explain(error: ValidationError, source: str, document: Mapping[Any, Any], mo
 
 
 def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
-    """The same, a line each."""
-    return [_line(place, alike, document, model) for place, alike in _by_place(error.errors(), document)]
+    """The same, a line each; the fields that a section has are named once."""
+    found, lines, listed = _by_place(error.errors(), document), list[str](), set[Place]()
+    for place, alike in found:
+        unknown = alike[0]["type"] == "extra_forbidden"
+        again = unknown and place[:-1] in listed
+        lines.append(f"unknown field {_where(place)}" if again else _line(place, alike, document, model))
+        listed |= {place[:-1]} if unknown else set()
+    return lines
 
 
 def requirement(problem: Any) -> str:
@@ -105,8 +111,12 @@ def _of_several(problem: Any, place: Place) -> bool:
     return len(problem["loc"]) > len(place)
 
 
+def _where(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
 def _line(place: Place, alike: list[Any], document: object, model: type[Section]) -> str:
-    problem, where = alike[0], ".".join(map(str, place))
+    problem, where = alike[0], _where(place)
     match problem["type"]:
         case "extra_forbidden":
             known = _fields_at(place[:-1], document, model)
@@ -127,7 +137,7 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     value = problem.get("input")
     value = value.value if isinstance(value, Truth) else value
     if problem["type"] == "invalid_key":
-        where = ".".join(map(str, place[:-1]))
+        where = _where(place[:-1])
     subject = f"{where}: " if where else ""
     came = f", got {short(value)}" if place else ""  # the whole document says nothing
     return f"{subject}{', or '.join(told)}{came}{_advice(alike, value)}"

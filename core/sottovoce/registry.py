@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
@@ -124,6 +124,10 @@ ENDLESS = 2**54
 """As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
 
 
+_NEAR = 0.65
+"""So alike are names of which one was probably meant."""
+
+
 @dataclass(frozen=True, eq=False)
 class Registry(Generic[SectionT]):
     """The classes of a family of sections. As `Annotated` metadata of a field it makes the section of its kind.
@@ -135,6 +139,7 @@ class Registry(Generic[SectionT]):
             than the built-in classes.
         key: the field that names the kind.
         default: the kind where a section does not say; None: it must.
+        also: what else people call some of the kinds: it is no name of them, but they are suggested.
     """
 
     base: type[SectionT]
@@ -142,6 +147,7 @@ class Registry(Generic[SectionT]):
     group: str | None
     key: str = "kind"
     default: str | None = None
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str, *, imports: bool = True) -> type[SectionT]:
         """The class of a kind.
@@ -159,8 +165,7 @@ class Registry(Generic[SectionT]):
         where = self._place(name) or offered.get(name)
         if where is None and (":" not in name or closed):
             known = {*self.built_in, *offered}
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = self._hint(name, known)
             listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
             raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
@@ -182,6 +187,16 @@ class Registry(Generic[SectionT]):
         if not isinstance(name, str):
             return None
         return cast("type[SectionT]", self.find(name, imports=imports).class_for(fields or {}))
+
+    def _hint(self, name: str, known: Collection[str]) -> str:
+        """What was probably meant; of several names with commas, by the first one that is none."""
+        parts = [part.strip() for part in name.split(",")]
+        wrong = next((part for part in parts if part not in known), "")
+        near = [self.also[wrong]] if wrong in self.also else difflib.get_close_matches(wrong, known, 1, _NEAR)
+        if len(parts) < 2:
+            return f"; did you mean {near[0]}?" if near else ""
+        meant = f", and {wrong!r} is none{f': did you mean {near[0]}?' if near else ''}" if wrong else ""
+        return f"; it is one of them, not several{meant}"
 
     def _place(self, name: str) -> str | None:
         """Where the built-in class of this name is defined, as `module:Class`."""

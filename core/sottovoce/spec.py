@@ -334,7 +334,15 @@ def _moved(path: str, begin: Path, end: Path) -> str:
 
 
 def _read(path: Path, what: str) -> Mapping[Any, Any]:
-    return document_of(text_of(path, what), str(path), what)
+    try:
+        return document_of(text_of(path, what), str(path), what)
+    except SpecError as error:
+        if path.suffix.lower() not in READABLE or not path.is_file():
+            raise
+        command = "init" if what == "a run spec" else "schema infer"
+        raise SpecError(
+            f"{error}; this is a file of records: `sottovoce {command} {path}` writes {what} for them"
+        ) from None
 
 
 def with_schema(document: Any, folder: Path) -> Any:

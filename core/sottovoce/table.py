@@ -20,6 +20,8 @@ from sottovoce.plain import cell_of, plain
 Column = npt.NDArray[Any]
 SHOWN = 40
 """Rows that a table shows on the screen; files hold all of them."""
+_NAMED = 12
+"""Values of a column that an error names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -74,10 +76,22 @@ class Table:
         return zip(*self.to_dict().values(), strict=True)
 
     def where(self, **wanted: Any) -> Table:
-        """The rows whose columns have these values (None: those where it is missing)."""
+        """The rows whose columns have these values (None: those where it is missing).
+
+        Raises:
+            SpecError: there is no such column, or no row at all with such a value.
+        """
         kept = np.ones(len(self), dtype=bool)
         for name, value in wanted.items():
-            kept &= np.array([each == value for each in self[name].tolist()], dtype=bool)
+            if name not in self.columns:
+                raise SpecError(f"a column must be one of {', '.join(self.columns)}, got {name}")
+            values = self[name].tolist()
+            found = np.array([_missing(each) if value is None else each == value for each in values], dtype=bool)
+            if len(self) and not found.any():
+                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_NAMED])
+                more = ", ..." if len(set(map(str, values))) > _NAMED else ""
+                raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
+            kept &= found
         return Table({name: column[kept] for name, column in self.columns.items()})
 
     # ---- other forms -----------------------------------------------------------------------------------------
@@ -196,6 +210,7 @@ def _line(cells: Sequence[str]) -> str:
 def _latex(text: str) -> str:
     """Plain text for LaTeX."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    special |= {"ε": r"$\varepsilon$", "±": r"$\pm$", "−": "$-$", "∞": r"$\infty$"}
     text = "".join(special.get(sign, f"\\{sign}" if sign in "#$%&_{}" else sign) for sign in text)
     return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
 

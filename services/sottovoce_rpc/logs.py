@@ -81,10 +81,12 @@ def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
 
     Returns:
         kind: the error's class.
-        where: file and line of the innermost frame of ours or of such code: not that of a library which it called.
+        where: file and line of the innermost frame of such code, whatever it called, of ours too; else of the innermost one of
+            ours, or that is no library's.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    known = [each for each in frames if not _of_a_library(each[0], own)] or frames
+    theirs = [each for each in frames if _package(each[0]) in set(own) - _OURS]
+    known = theirs or [each for each in frames if not _of_a_library(each[0])] or frames
     where = f"{known[-1][0].f_code.co_filename}:{known[-1][1]}" if known else "nowhere"
     return {"kind": type(error).__name__, "where": where}
 
@@ -109,10 +111,14 @@ def tell_no_texts(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(tell)
 
 
-def _of_a_library(frame: FrameType, own: Collection[str]) -> bool:
-    """True in the standard library and in installed packages, but for ours and `own`."""
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    if package in _OURS or package in own:
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _of_a_library(frame: FrameType) -> bool:
+    """True in the standard library and in installed packages, but for ours."""
+    package = _package(frame)
+    if package in _OURS:
         return False
     file = frame.f_globals.get("__file__") or ""
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file

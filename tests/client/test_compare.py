@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.noise import SeededNoise
 from sottovoce.running.metrics import Metrics
@@ -35,6 +37,7 @@ from sottovoce_client.running.compare import (
     the_field,
     write_comparison,
 )
+from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import print_metrics
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -194,6 +197,53 @@ def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path
     assert CliRunner().invoke(app, ["compare", fine, *out]).exit_code == 0
     assert json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["replicas"] == 2
     assert CliRunner().invoke(app, ["compare", fine, str(tmp_path / "none.yaml"), *out]).exit_code == 1
+
+
+def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    specs, out = [str(written(records, "one")), str(written(records, "two"))], tmp_path / "out"
+    asked = ["--replicas", "2", "--export", "csv,latex,svg", "--out", str(out)]
+    done = CliRunner().invoke(app, ["compare", *specs, *asked], catch_exceptions=False)
+    found = json.loads((out / "compare.json").read_text(encoding="utf-8"))["results"]
+    heads, *rows = csv.reader((out / "compare.csv").read_text(encoding="utf-8").splitlines())
+    one = dict(zip(heads, rows[0], strict=True))
+    tex = (out / "compare.tex").read_text(encoding="utf-8").splitlines()
+
+    assert done.exit_code == 0
+    assert (one["spec"], float(one["epsilon_event"])) == ("one", found[0]["epsilon_event"])
+    assert float(one["accuracy"]) == found[0]["metrics"]["accuracy"]["mean"][-1]
+    assert float(one["accuracy_standard_error"]) == found[0]["metrics"]["accuracy"]["standard_error"][-1]
+    assert len(tex) == 8  # a row for a spec
+    assert r"$\varepsilon$ per event" in tex[2] and r"$\pm$" in tex[4] and "rounds/s" not in tex[2]
+    assert {path.name for path in out.glob("*.svg")} == {
+        "accuracy.svg",
+        "average-loss.svg",
+        "consensus-error.svg",
+        "tracking-error.svg",
+    }
+    with pytest.raises(SpecError, match="--export must be of"):
+        CliRunner().invoke(app, ["compare", *specs, "--export", "eps"], catch_exceptions=False)
+
+
+def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> None:
+    result = result_of("a/one.yaml", prepare(load_spec(written(records, "one"))), replicas=2, seed=0)
+    others = [replace(result, source="b/one.yaml", event=2.0), replace(result, source="open.yaml", event=math.inf)]
+    write_comparison(tmp_path, [result, *others], [], replicas=2, seed=0)
+    read = read_results(tmp_path)
+    drawn = {each.name: each for each in figures({"x": read})}["accuracy"]
+    curve = result.curves["accuracy"]
+
+    assert drawn.views[0].x.title == "ε per event"
+    assert [(mark.kind, mark.name, mark.x.tolist()) for mark in drawn.marks] == [
+        ("dots", "a/one", [result.event]),
+        ("dots", "b/one", [2.0]),
+    ]
+    assert drawn.marks[0].y.tolist() == [curve.final]
+    assert drawn.marks[0].low == pytest.approx([2 * curve.final_error])
+    assert "1 setting" in not_shown({"x": read})
+    (tmp_path / "compare.json").write_text('{"results": [1]}', encoding="utf-8")
+    with pytest.raises(CaptureError, match="it is not what `sottovoce compare` wrote"):
+        read_results(tmp_path)
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------

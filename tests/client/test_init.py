@@ -219,6 +219,42 @@ def test_on_a_terminal_it_asks_what_no_option_says(
     assert (chosen.n_learners, chosen.data.positive, chosen.budget_of(0)) == (2, ("sick",), 0.5)
 
 
+@pytest.mark.parametrize("schema", [False, True])
+@pytest.mark.parametrize(
+    ("labels", "told", "kept"),
+    [
+        ([False, True], "yes", 1),
+        ([False, True], "TRUE", 1),
+        ([False, True], "False", 0),
+        (["no", "yes"], "Yes", "yes"),
+        (["no", "yes"], "true", "yes"),
+        (["no", "yes"], "0", "no"),
+        (["Sick", "well"], "sick", "Sick"),
+    ],
+)
+def test_a_class_may_be_named_in_another_spelling(
+    tmp_path: Path, labels: list[bool | str], told: str, kept: int | str, schema: bool
+) -> None:
+    path, declared = tmp_path / "told.csv", None
+    csv.write_csv(_table(np.array(labels)[np.arange(N) % 2]), path)
+    if schema:
+        label = {"type": "boolean"} if labels[0] is False else {"type": "category", "categories": labels}
+        numbers = {name: {"type": "number", "bounds": [0, 200]} for name in ("age", "stay", "weight")}
+        declared = tmp_path / "schema.yaml"
+        fields = {"features": numbers, "label": {"name": "outcome", **label}}
+        declared.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        kept = ("false", "true")[kept] if isinstance(kept, int) else kept
+    chosen = begin(Wishes(path, positive=(told,), schema=declared), tmp_path, None, print).spec
+    assert chosen.data.positive == (kept,)
+
+
+def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "told.csv"
+    csv.write_csv(_table(np.array(["maybe", "no", "yes"])[np.arange(N) % 3]), path)
+    with pytest.raises(SpecError, match="must name labels that occur, maybe, no, yes, got 'true'"):
+        begin(Wishes(path, positive=("true",)), tmp_path, None, print)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tracemalloc
@@ -19,10 +20,13 @@ from typer.testing import CliRunner, Result
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Experiment, load
 from sottovoce.running.transcript import read_noise, read_transcript
+from sottovoce.spec import dump_spec
 from sottovoce_client.cli import app
 from sottovoce_client.documents import new_file
 from sottovoce_client.running import simulation
-from sottovoce_client.running.simulation import simulate_to, sizes
+from sottovoce_client.running.simulation import promise, simulate_to, sizes
+from sottovoce_client.wording import number
+from tests.gossip import Gossip, gossip_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
@@ -157,6 +161,46 @@ def test_what_there_is_not_is_refused_before_there_is_a_folder(wrong: str, spec:
     assert isinstance(done.exception, SpecError)
     assert "--write must be of metrics, models, decisions, transcript, noise or all, got" in str(done.exception)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "SPEC", "--noise", "nowhere.npz"],
+        ["sweep", "SPEC", "--set", "rounds=-1"],
+        ["compare", "nowhere.yaml"],
+        ["simulate", "OWN"],
+    ],
+)
+def test_a_refused_command_leaves_no_folder_that_it_made(
+    words: list[str], spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not those around it, nor where an algorithm of one's own is refused in its first round; a folder of the user stays."""
+    own = gossip_spec({"graph": "complete"}, 2, 3, data={"source": "breast_cancer"})
+    (tmp_path / "own.yaml").write_text(dump_spec(own), encoding="utf-8")
+    monkeypatch.setattr(Gossip, "speak", lambda _, state, __: (state, None))
+    words = [{"SPEC": str(spec), "OWN": str(tmp_path / "own.yaml")}.get(word, word) for word in words]
+    (tmp_path / "mine").mkdir()
+    for out in ("out/inner", "mine"):
+        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / out)])
+        assert done.exit_code == 1
+        assert isinstance(done.exception, SottovoceError | SystemExit)
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_the_summary_says_what_the_run_costs(spec: Path, tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["simulate", str(spec), "--out", str(tmp_path / "a")]).output.splitlines()
+    assert said[1] == f"epsilon per event: {number(load(spec).epsilon())}, of the learner with the largest"
+    told = CliRunner().invoke(
+        app, ["simulate", str(spec), "--json", "--out", str(tmp_path / "b")], catch_exceptions=False
+    )
+    assert json.loads(told.stdout)["epsilon_event"] == load(spec).epsilon()
+    alike = {"rounds": 6, "learners": 3, "data": {"source": "breast_cancer", "partition": "shared", "reuse": True}}
+    together = Experiment(**alike, algorithm={"name": "dpsda-c"}, decision_set={"kind": "l2_ball", "radius": 1.0})
+    assert promise(together).endswith(", of all learners together")
+    silent = Experiment(rounds=6, learners=3, algorithm={"name": "d-ogd"})
+    assert promise(silent) == "epsilon per event: infinite, for nothing is promised"
 
 
 def test_models_are_the_last_decisions(spec: Path, tmp_path: Path) -> None:

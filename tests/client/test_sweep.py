@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
 from sottovoce_client.reports.drawing import BLUE, Figure, View, line
 from sottovoce_client.reports.export import export, formats
-from sottovoce_client.reports.marks import Axis
-from sottovoce_client.running.plot import figures, read_results
+from sottovoce_client.reports.marks import Axis, styled
+from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import interval, sweep
 from tests.core.test_experiment import small
@@ -133,6 +134,102 @@ def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
     assert len([mark for mark in drawing.marks if mark.kind == "area"]) == 2
 
 
+def of_epsilon(*settings: tuple[object, float]) -> Table:
+    """A sweep of one field, with an epsilon for each value."""
+    rows = [(value, "accuracy", 0.5 + k, 0.4 + k, 0.6 + k, epsilon, 5) for k, (value, epsilon) in enumerate(settings)]
+    return Table.of(["field", "metric", "mean", "low", "high", "epsilon", "seeds"], rows)
+
+
+def lines_of(table: Table, x: str = "") -> list[tuple[str, list[float], list[float]]]:
+    (drawing,) = figures({"x": table}, x)
+    return [(mark.name, mark.x.tolist(), mark.y.tolist()) for mark in drawing.marks if mark.kind != "area"]
+
+
+def test_epsilon_may_be_across() -> None:
+    """Points are joined along the field that was changed, in the order of epsilon; what promises nothing is not there."""
+    table = of_epsilon((4, 1.0), (1, 16.0), (2, 4.0), (0, math.inf))
+    (drawing,) = figures({"x": table}, "epsilon")
+
+    assert drawing.views[0].x.title == "ε per event"
+    name, x, y = lines_of(table, "epsilon")[0]
+    assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
+    assert not np.isfinite(x[3:]).any()
+    assert not_shown({"x": table}, "epsilon").endswith("(epsilon is infinite): 1 setting")
+    assert not_shown({"x": table}) == ""
+    with pytest.raises(SpecError, match="must be epsilon or a field that was changed, field, got mean"):
+        figures({"x": table}, "mean")
+    with pytest.raises(SpecError, match="over epsilon there must be a finite one"):
+        figures({"x": of_epsilon((1, math.inf))}, "epsilon")
+
+
+def test_words_are_points_of_their_own() -> None:
+    """A field of words has no order: nothing joins its values, and where another one has numbers it is across."""
+    table = of_epsilon(("ring", 1.0), ("star", 2.0), ("loud", math.inf))
+    assert lines_of(table) == [("field ring", [1], [0.5]), ("field star", [2], [1.5]), ("field loud", [3], [2.5])]
+    assert lines_of(table, "epsilon") == [("field ring", [1.0], [0.5]), ("field star", [2.0], [1.5])]
+    reordered = Table(
+        {name: swept()[name] for name in ("u", "sigma", "metric", "mean", "low", "high", "epsilon", "seeds")}
+    )
+    assert [each[:2] for each in lines_of(reordered)] == [("u a", [1, 2, 4]), ("u b", [1, 2, 4])]
+
+
+@pytest.mark.parametrize(
+    ("settings", "log", "expected"),
+    [
+        ([(1, 1.0), (100, 2.0)], None, (True, False)),
+        ([(1, 1.0), (99, 2.0)], None, (False, False)),
+        ([(0, 1.0), (100, 2.0)], None, (False, False)),
+        ([(1, 1.0), (2, 2.0)], {"x", "y"}, (True, True)),
+        ([(1, 1.0), (100, 2.0)], set(), (False, False)),
+    ],
+)
+def test_an_axis_is_logarithmic_where_it_spans_decades_or_is_asked_for(
+    settings: list[tuple[int, float]], log: set[str] | None, expected: tuple[bool, bool]
+) -> None:
+    (drawing,) = figures({"x": of_epsilon(*settings)}, log=log)
+    assert (drawing.views[0].x.log, drawing.views[0].y.log) == expected
+
+
+def test_curves_differ_in_dash_as_well_as_in_colour() -> None:
+    looks = [styled(k) for k in range(32)]
+    assert len(set(looks)) == 32
+    assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(looks))
+    (drawing,) = figures({"x": swept()})
+    assert [(mark.colour, mark.dash) for mark in drawing.marks if mark.kind == "line"] == looks[:2]
+
+
+def test_the_legend_of_an_exported_figure_is_below_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    kept: list[Any] = []
+    save = figure.savefig
+
+    def saved(self: Any, *given: Any, **more: Any) -> None:
+        save(self, *given, **more)
+        kept.append(self)
+
+    monkeypatch.setattr(figure, "savefig", saved)
+    points = of_epsilon(*((f"a-name-of-some-length-{k}", 1.0 + k) for k in range(9)))
+    for table in (swept(), points):
+        export(tmp_path, ("png",), {}, figures({"x": table}))
+        (canvas,) = kept
+        (legend,), (axes,) = canvas.legends, canvas.axes
+        box = legend.get_window_extent()
+        assert box.y1 <= axes.get_tightbbox().y0 + 1
+        assert canvas.bbox.x0 <= box.x0 and box.x1 <= canvas.bbox.x1
+        assert axes.get_legend() is None
+        kept.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("sweep.csv", "an exported table cannot be read back"), ("run.yaml", "plot reads metrics.parquet")],
+)
+def test_what_is_no_result_is_refused_by_its_name(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).write_text("a,b", encoding="utf-8")
+    with pytest.raises(SpecError, match=said):
+        read_results(tmp_path / name)
+
+
 def test_results_are_read_back(tmp_path: Path) -> None:
     result = simulate(small(tmp_path), replicas=2)
     write_table(result.metrics, tmp_path / "metrics.parquet")
@@ -201,6 +298,11 @@ def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
     plotted = CliRunner().invoke(
         app, ["plot", str(tmp_path / "s"), "--export", "pdf", "--out", str(tmp_path / "p")], catch_exceptions=False
     )
+    over = ["plot", str(tmp_path / "s"), "--x", "epsilon", "--log", "x,y", "--out", str(tmp_path / "e")]
+    assert CliRunner().invoke(app, over, catch_exceptions=False).exit_code == 0
+    assert "ε per event" in (tmp_path / "e" / "plot.html").read_text(encoding="utf-8")
+    with pytest.raises(SpecError, match="--log must be x, y, x,y or none, got 'z'"):
+        CliRunner().invoke(app, ["plot", str(tmp_path / "s"), "--log", "z"], catch_exceptions=False)
 
     assert (swept.exit_code, plotted.exit_code) == (0, 0)
     assert "algorithm.sigma" in swept.stdout
@@ -253,4 +355,8 @@ def test_simulate_exports_what_it_measured(tmp_path: Path) -> None:
     )
 
     assert done.exit_code == 0
-    assert (tmp_path / "o" / "metrics.tex").read_text(encoding="utf-8").startswith(r"\begin{tabular}{rllrr}")
+    lines = (tmp_path / "o" / "metrics.tex").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == r"\begin{tabular}{lrr}"
+    assert lines[2] == r"metric & mean & standard error \\"
+    assert lines[4].startswith("average loss & 0.")
+    assert len(lines) == 8 + 6  # a line for a metric: what the network came to, not every round and learner

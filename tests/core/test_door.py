@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ NAMES = [
     "Table",
     "__version__",
     "audit",
+    "calibrate",
+    "compare",
     "connect",
     "connect_learner",
     "load",
@@ -105,6 +108,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "sottovoce.experiment",
         "sottovoce.table",
         "sottovoce_client.deployment",
+        "sottovoce_client.running.beside",
         "sottovoce_client.running.sweep",
     ],
 )
@@ -163,6 +167,89 @@ def test_noise_may_be_given_or_recorded(tmp_path: Path) -> None:
         sv.simulate(experiment, noise=str(tmp_path / "short.npz"))
     with pytest.raises(SpecError, match="replicas must be at least 1, got 0"):
         sv.simulate(experiment, replicas=0)
+
+
+def test_a_path_is_as_good_as_the_experiment(tmp_path: Path) -> None:
+    experiment, path = small(tmp_path), tmp_path / "spec.yaml"
+    experiment.to_yaml(path)
+    own = sv.simulate(experiment, replicas=2).decisions
+    for source in (path, str(path)):
+        np.testing.assert_array_equal(sv.simulate(source, replicas=2).decisions, own)
+    changes = {"algorithm.sigma": [1.0]}
+    wrong: Any = {"rounds": 3}
+    one, other = (sv.sweep(source, changes, 2, jobs=1).to_dict() for source in (experiment, path))
+    np.testing.assert_equal(one, other)
+    assert sv.calibrate(path, 5.0) == sv.calibrate(experiment, 5.0)
+    for ask in (
+        sv.simulate,
+        sv.audit,
+        lambda source: sv.sweep(source, changes),
+        lambda source: sv.calibrate(source, 1.0),
+    ):
+        with pytest.raises(SpecError, match=r"an experiment must be a sottovoce\.Experiment or the path .*, got dict"):
+            ask(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("20", "a whole number, got '20'"),
+        (2.0, "a whole number, got 2.0"),
+        (True, "got True"),
+        (0, "at least 1, got 0"),
+    ],
+)
+def test_numbers_of_repetitions_are_whole(tmp_path: Path, given: object, said: str) -> None:
+    experiment = small(tmp_path)
+    with pytest.raises(SpecError, match=f"replicas must be .*{said}"):
+        sv.simulate(experiment, replicas=given)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=f"seeds must be .*{said}"):
+        sv.sweep(experiment, {}, seeds=given)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=f"runs must be .*{said}"):
+        sv.audit(experiment, runs=given)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=f"replicas must be .*{said}"):
+        sv.compare([experiment], replicas=given)  # type: ignore[arg-type]
+
+
+# ---- calibrate and compare -------------------------------------------------------------------------------------------
+
+
+def test_noise_is_calibrated_to_a_budget(tmp_path: Path) -> None:
+    experiment = small(tmp_path)
+    met = sv.calibrate(experiment, 3.0)
+    own = dict(zip(experiment.names, (1.0, 2.0, 4.0), strict=True))
+    each = sv.calibrate(experiment, own)
+
+    assert isinstance(met, sv.Experiment)
+    assert 3.0 * 0.999 <= met.epsilon() <= 3.0
+    assert [each.guarantee(name).epsilon() for name in own] == pytest.approx([*own.values()], rel=1e-3)
+    assert sv.calibrate(experiment, 3.0, horizon=2).guarantee(0).epsilon(2) == pytest.approx(3.0, rel=1e-3)
+    with pytest.raises(SpecError, match=r"epsilon must be a number, got '8'"):
+        sv.calibrate(experiment, "8")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"epsilon must name each of .*, got nobody"):
+        sv.calibrate(experiment, {"nobody": 1.0})
+
+
+def test_a_comparison_is_a_table(tmp_path: Path) -> None:
+    experiment = small(tmp_path)
+    other = experiment.replace(name="other", **{"algorithm.sigma": 3.0})
+    table = sv.compare([experiment, other], replicas=3, seed=2)
+    curves = sv.simulate(other, replicas=3, seed=2).curves
+
+    assert curves is not None
+    assert table["spec"].tolist() == [experiment.name, "other"]
+    assert table["epsilon_event"].tolist() == [experiment.epsilon(), other.epsilon()]
+    assert table["accuracy"][1] == curves["accuracy"].final
+    assert table["accuracy_standard_error"][1] == curves["accuracy"].final_error
+    assert sv.compare({"a": experiment, "b": experiment}, 1)["spec"].tolist() == ["a", "b"]
+    with pytest.raises(
+        SpecError, match=f"different names, got {experiment.name}, {experiment.name}: give them as a mapping"
+    ):
+        sv.compare([experiment, experiment])
+    with pytest.raises(SpecError, match="different names, got none"):
+        sv.compare([])
+    with pytest.raises(SpecError, match=r"data\.seed must be that of the first spec, 0, got 5"):
+        sv.compare({"a": experiment, "b": experiment.replace(**{"data.seed": 5})})
 
 
 # ---- audit -----------------------------------------------------------------------------------------------------------

@@ -314,6 +314,33 @@ def test_near_misses_are_named() -> None:
         parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}}, imports=True)
 
 
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [
+        ("circle", "got 'circle'; did you mean ring?"),
+        ("compleet", "got 'compleet'; did you mean complete?"),
+        ("ring,circle", "got 'ring,circle'; it is one of them, not several, and 'circle' is none: did you mean ring?"),
+        ("ring, star", "got 'ring, star'; it is one of them, not several"),
+        ("zzz", "got 'zzz'"),
+    ],
+)
+def test_a_graph_of_another_name_is_suggested_its_own(graph: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"rounds": 3, "algorithm": "dsgd", "topology": {"graph": graph}}, imports=True)
+    assert str(refused.value).endswith(said)
+
+
+def test_the_fields_of_a_section_are_listed_once() -> None:
+    document = {"rounds": 3, "algorithm": {"name": "dvp", "a": 1, "b": 2}, "foo": 1, "bar": 1}
+    with pytest.raises(SpecError) as refused:
+        parse_spec(document, imports=True)
+    lines = str(refused.value).splitlines()
+    assert [line.partition("; ")[0] for line in lines] == [
+        f"spec: unknown field {name}" for name in ("algorithm.a", "algorithm.b", "foo", "bar")
+    ]
+    assert ["the fields are" in line for line in lines] == [True, False, True, False]
+
+
 def test_a_spec_without_an_algorithm_says_so() -> None:
     for document in ({"rounds": 5}, {}):
         with pytest.raises(SpecError, match="field algorithm is required"):

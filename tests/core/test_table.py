@@ -31,6 +31,26 @@ def test_rows_are_chosen_by_value() -> None:
     assert len(table().where(learner="north", rounds=2)) == 0
 
 
+def test_what_is_missing_among_numbers_is_chosen_too() -> None:
+    assert [row[1] for row in table().where(mean=None).rows()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"metric": 1}, "a column must be one of learner, rounds, mean, got metric"),
+        ({"learner": "nrth"}, r"learner must be one of the column's values, north, –, a_b & <c>, got 'nrth'"),
+        ({"rounds": "1"}, "rounds must be one of the column's values, 1, 2, 3, got '1'"),
+    ],
+)
+def test_what_no_row_has_is_refused_with_what_there_is(wanted: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        table().where(**wanted)
+    assert len(Table.of(["a"], []).where(a=1)) == 0
+    with pytest.raises(SpecError, match=r"0, 1, .*, 11, \.\.\., got -1"):
+        Table.of(["a"], [(k,) for k in range(30)]).where(a=-1)
+
+
 def test_columns_must_be_equally_long() -> None:
     with pytest.raises(SpecError, match=r"equally long, got \{'a': 1, 'b': 2\}"):
         Table({"a": np.zeros(1), "b": np.zeros(2)})

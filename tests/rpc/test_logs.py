@@ -13,6 +13,7 @@ import pytest
 import structlog.testing
 
 from sottovoce.errors import CheckFailed, DataError, SpecError, require
+from sottovoce.noise.mechanisms import largest_said
 from sottovoce.spec import parse_spec
 from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts, worded_by_us
 
@@ -90,6 +91,19 @@ def test_the_place_of_an_error_is_in_code_that_its_author_can_change() -> None:
 def test_code_that_a_spec_names_may_be_installed_like_a_library() -> None:
     error = caught(lambda: np.linalg.inv(np.zeros((2, 2))))
     assert "numpy" in failure(error, own={"numpy"})["where"]
+
+
+def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called() -> None:
+    """It gave a learner's parts what they do not take: the line that did is its author's to change."""
+
+    def given_wrongly() -> None:
+        largest_said(None, 1.0)  # type: ignore[arg-type]
+
+    error = caught(given_wrongly)
+    line = given_wrongly.__code__.co_firstlineno + 1
+    assert failure(error, own={"tests", "sottovoce"})["where"] == f"{__file__}:{line}"
+    assert "sottovoce/noise" in failure(error)["where"]
+    assert "sottovoce/noise" in failure(error, own={"sottovoce"})["where"]  # an algorithm of ours is not somebody's own
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
 
 
+_made: list[Path] = []
+"""Folders that this command has made, the inner ones last."""
 INTERRUPTED = "sottovoce: interrupted\n"
 
 
@@ -56,8 +58,13 @@ class _Sottovoce(TyperGroup):
             return super().make_context(*words, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with _ending_in_a_line():
-            return super().invoke(ctx)
+        try:
+            with _ending_in_a_line():
+                return super().invoke(ctx)
+        finally:  # what was refused leaves no folder behind in which there is nothing
+            while _made:
+                with contextlib.suppress(OSError):
+                    _made.pop().rmdir()
 
 
 app = typer.Typer(
@@ -404,10 +411,12 @@ def folder_for(name: str, out: Path | None, writes: Collection[str], spec: str |
     """
     if out is None:
         return _new_folder(Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    missing = _missing(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
+    _made.extend(missing)
     if not os.access(out, os.W_OK):  # before there are results that would be lost
         raise SpecError(f"cannot write to the folder {out}")
     there = [each for each in writes if os.path.lexists(out / each)]
@@ -428,14 +437,21 @@ def _new_folder(wanted: Path) -> Path:
     """
     folder, number = wanted, 1
     while True:
+        missing = _missing(folder)
         try:
             folder.mkdir(parents=True)
+            _made.extend(missing)
             return folder
         except FileExistsError:
             number += 1
             folder = wanted.with_name(f"{wanted.name}-{number}")
         except OSError as error:
             raise SpecError(f"cannot write to the folder {folder}: {error.strerror}") from None
+
+
+def _missing(folder: Path) -> list[Path]:
+    """It, and those that it would lie in, which are not there; the outer ones first."""
+    return [each for each in (*reversed(folder.parents), folder) if not each.exists()]
 
 
 def _says_else(path: Path, text: str) -> bool:

@@ -91,35 +91,68 @@ def plot(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="metrics.parquet or sweep.parquet, or the folders they are in.", show_default=False
+            metavar="FILE...",
+            help="metrics.parquet, sweep.parquet or compare.json, or the folders they are in.",
+            show_default=False,
         ),
     ],
+    x: Annotated[
+        str,
+        typer.Option(
+            "--x",
+            metavar="COLUMN",
+            help="What is across, of a sweep: epsilon (per event), or a field that was changed.",
+            show_default="the first changed field with numbers; of a comparison epsilon",
+        ),
+    ] = "",
+    log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Logarithmic axes: x, y, both with a comma, or none.",
+            show_default="rounds, and what spans two decades",
+        ),
+    ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw what simulate or sweep wrote: one figure for every metric, a line for every file.
+    """Draw what simulate, sweep or compare wrote: one figure for every metric, a line for every file.
 
     Writes plot.html.
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
-    from sottovoce_client.running.plot import export_results, figures, read_results, write_page
+    from sottovoce_client.running.plot import export_results, figures, not_shown, read_results, write_page
 
-    asked = formats(export)
+    asked, axes = formats(export), None if log is None else _axes(log)
     tables = {_name(path): read_results(path) for path in files}
     if len(tables) < len(files):
         raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
-    shown = figures(tables)
+    shown = figures(tables, x, axes)
+    if gone := not_shown(tables, x):
+        typer.echo(gone, err=True)
     folder = folder_for("plot", out, ["plot.html"])
     write_page(folder / "plot.html", shown)
     print(f"{folder}: plot.html")
-    more = [path.name for path in export_results(folder, asked, tables)]
+    more = [path.name for path in export_results(folder, asked, tables, shown)]
     names = [each.name for each in shown]
     terminal.tell(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
+
+
+def _axes(text: str) -> set[str]:
+    """`x,y` as axes.
+
+    Raises:
+        SpecError: another one.
+    """
+    found = {part.strip() for part in text.split(",")}
+    if not (found <= {"x", "y"} or found == {"none"}):
+        raise SpecError(f"--log must be x, y, x,y or none, got {text!r}")
+    return found - {"none"}
 
 
 def _name(path: Path) -> str:
     """What a file's line is called: its folder, for all files have the same name."""
     path = path.absolute()
-    return path.name if path.is_dir() or path.stem not in ("metrics", "sweep") else path.parent.name
+    return path.name if path.is_dir() or path.stem not in ("metrics", "sweep", "compare") else path.parent.name

@@ -221,6 +221,7 @@ def simulate(
             "rounds": ran.rounds,
             "learners": ran.names,
             "replicas": replicas,
+            "epsilon_event": experiment.epsilon() if noise is None else None,
             "metrics": {} if done.curves is None else finals(done.curves),
         }
     )
@@ -255,6 +256,7 @@ def compare(
     out: Annotated[Path | None, results_of("compare")] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    export: Export = "",
     as_json: AsJson = False,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
@@ -262,14 +264,16 @@ def compare(
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
     from sottovoce_client import terminal
+    from sottovoce_client.reports.export import formats
     from sottovoce_client.running.compare import compare as run_all
     from sottovoce_client.running.compare import from_files, the_field
 
+    asked = formats(export)
     sources = [*(the_field() if field else []), *from_files(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
     folder = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"])
-    code = run_all(sources, prepared_from, folder, replicas=replicas, seed=seed)
+    code = run_all(sources, prepared_from, folder, replicas=replicas, seed=seed, export=asked)
     if (folder / "compare.json").exists():  # else no spec could be run
         terminal.tell_file(folder / "compare.json")
     raise typer.Exit(code)

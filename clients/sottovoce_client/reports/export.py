@@ -6,6 +6,7 @@ marks that pages show, so that a figure is described once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ _TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
 """Formats of tables, and their suffixes."""
 _WIDTH, _HEIGHT = 5.0, 3.2
 """Of a figure, in inches: a column and a half of most papers."""
+_LETTERS, _SIGN, _ROW = 80, 11, 0.18
+"""Of a row of its legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
 _DPI = 200
 _FEW_POINTS = 10
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
 _LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -54,7 +58,11 @@ def formats(text: str) -> tuple[str, ...]:
 
 
 def export(
-    folder: Path, asked: Iterable[str], tables: Mapping[str, Table], figures: Sequence[Figure]
+    folder: Path,
+    asked: Iterable[str],
+    tables: Mapping[str, Table],
+    figures: Sequence[Figure],
+    short: Mapping[str, Table] | None = None,
 ) -> tuple[Path, ...]:
     """Write every table and figure in every format that fits it; returns the files.
 
@@ -63,6 +71,7 @@ def export(
         asked: as `formats` gives them.
         tables: by the name of their files.
         figures: the figures.
+        short: what stands in a paper for the table of the same name.
 
     Raises:
         SpecError: Matplotlib is not installed.
@@ -73,7 +82,7 @@ def export(
             for name, table in tables.items():
                 written.append(folder / f"{name}.{_TABLES[each]}")
                 with until_complete(written[-1]) as draft:
-                    table.to_csv(draft) if each == "csv" else table.to_latex(draft)
+                    table.to_csv(draft) if each == "csv" else (short or {}).get(name, table).to_latex(draft)
         else:
             for figure in figures:
                 written.append(folder / f"{figure.name}.{each}")
@@ -88,8 +97,11 @@ def _write_figure(figure: Figure, path: Path) -> None:
         SpecError: Matplotlib is not installed.
     """
     with _matplotlib().rc_context(_LOOK):
+        names = [mark.name for mark in figure.marks if mark.name]
+        across = max(1, min(len(names), _LETTERS // (max(map(len, names), default=0) + _SIGN)))
+        rows = math.ceil(len(names) / across) if len(names) > 1 else 0
         canvas = _matplotlib(".figure").Figure(  # without pyplot: no window, no global state
-            figsize=(_WIDTH, _HEIGHT), layout="constrained"
+            figsize=(_WIDTH, _HEIGHT + _ROW * rows), layout="constrained"
         )
         axes = canvas.add_subplot()
         for mark in figure.marks:
@@ -97,8 +109,8 @@ def _write_figure(figure: Figure, path: Path) -> None:
         view = figure.views[0]
         _set_axis(axes, "x", view.x)
         _set_axis(axes, "y", view.y)
-        if sum(bool(mark.name) for mark in figure.marks) > 1:
-            axes.legend(frameon=False, fontsize=8)
+        if rows:  # below the axes: nowhere over the curves
+            canvas.legend(loc="outside lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         form = path.suffix[1:]
         with until_complete(path) as draft:
@@ -113,12 +125,17 @@ def _draw(axes: Any, mark: Mark) -> None:
         style = {"color": colour, "linestyle": _DASHES[mark.dash], "linewidth": 1.4}
         point = "o" if len(mark.x) <= _FEW_POINTS else None
         axes.plot(mark.x, mark.y, label=mark.name or None, marker=point, markersize=3, **style)
+    elif mark.kind == "dots":
+        style = {"color": colour, "marker": _SHAPES[mark.shape], "linestyle": "none", "markersize": 5}
+        axes.errorbar(mark.x, mark.y, yerr=mark.low, label=mark.name or None, elinewidth=1, **style)
 
 
 def _set_axis(axes: Any, which: str, said: Axis) -> None:
     getattr(axes, f"set_{which}label")(said.title)
     if said.log:
         getattr(axes, f"set_{which}scale")("log")
+    elif said.form == "count":
+        getattr(axes, f"{which}axis").get_major_locator().set_params(integer=True)
 
 
 def _matplotlib(part: str = "") -> Any:

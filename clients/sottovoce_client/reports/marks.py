@@ -33,6 +33,7 @@ COLOURS = {
 }
 """In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
 PALETTE = tuple(COLOURS)[:8]
+DASHES = ("solid", "dash", "dot", "dashdot")
 Kind = Literal["line", "dots", "bars", "area", "upright", "image"]
 
 
@@ -139,6 +140,17 @@ def scaled(axis: Axis, values: FloatArray) -> Scale:
         room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
         low, high = (min(0.0, low) if axis.zero and low >= 0 else low - room), high + room
     return Scale(axis, low if axis.low is None else axis.low, high if axis.high is None else axis.high)
+
+
+def styled(k: int) -> tuple[str, str]:
+    """Colour and dash of the k-th of several curves: no two of 32 share both, and the next one differs in both, also in print."""
+    return PALETTE[k % len(PALETTE)], DASHES[(k + k // len(PALETTE)) % len(DASHES)]
+
+
+def decades(values: FloatArray) -> bool:
+    """Whether values are spread so far that only a logarithmic axis shows all of them: above zero, and over two decades."""
+    known = values[np.isfinite(values)]
+    return bool(known.size and known.min() > 0 and known.max() >= 100 * known.min())
 
 
 def _round_step(least: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,12 @@ from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
 from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
+from sottovoce.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark
+from sottovoce_client.reports.export import export as write_files
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, decades, styled
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.simulation import means
 from sottovoce_client.wording import NOTHING, count, number, with_error
@@ -68,8 +71,8 @@ _PLOTS: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
     ("consensus_error", "consensus error", "number"),
 )
 """Metrics that are drawn: their names, what the page calls them, and how their values are written."""
-_DASHES = ("solid", "dash", "dot", "dashdot")
-"""For more lines than there are colours."""
+_PAPER = ("spec", "algorithm", "ε per event", "ε per record", "accuracy", "average loss", "regret per round")
+"""Columns that a paper has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +127,10 @@ def compare(
     *,
     replicas: int,
     seed: int,
+    export: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
-    """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`.
+    """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`, and files for papers.
 
     What cannot be run is said, and the others are run: the exit code is then 1.
 
@@ -136,6 +140,7 @@ def compare(
         folder: where results are written.
         replicas: repetitions of each, which differ in their noise alone.
         seed: of the noise, the same for each.
+        export: formats of files for papers.
         console: where the table is printed.
     """
     console = console or terminal.console()
@@ -144,7 +149,7 @@ def compare(
         try:
             spec = load()
             first = first or spec
-            _insist_on_same_records(spec.data, first.data)
+            require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
                 results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
@@ -154,6 +159,9 @@ def compare(
         _print_table(results, console) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
+        tables, short_ones = {"compare": table_of(results, _names(results))}, {"compare": _paper(results)}
+        for path in write_files(folder, export, tables, _figures(results), short_ones):
+            console.out(str(path), highlight=False)
     return 1 if failures else 0
 
 
@@ -161,7 +169,12 @@ _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "int
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
-def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
+def require_same_records(data: DataSpec, first: DataSpec) -> None:
+    """Refuse specs that learn from, or hold out, other records than the first one.
+
+    Raises:
+        SpecError: these do.
+    """
     for field in _SAME:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
@@ -219,13 +232,17 @@ def _safe_from(guarantee: Guarantee) -> str:
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _names(results: Sequence[Result]) -> list[str]:
+def names_of(sources: Sequence[str]) -> list[str]:
     """What each is called: its file's name, and with its folders where two would be called alike."""
-    short_names = [Path(result.source).stem for result in results]
+    stems = [Path(source).stem for source in sources]
     return [
-        str(Path(result.source).with_suffix("")) if short_names.count(name) > 1 else name
-        for result, name in zip(results, short_names, strict=True)
+        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
+        for source, name in zip(sources, stems, strict=True)
     ]
+
+
+def _names(results: Sequence[Result]) -> list[str]:
+    return names_of([result.source for result in results])
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -310,10 +327,42 @@ def _document(result: Result) -> dict[str, Any]:
 
 def compare_page(results: Sequence[Result]) -> Page:
     """The table, and one figure per metric, a line per spec."""
-    figures = [_plot(results, *what) for what in _PLOTS]
+    figures = _figures(results)
     columns = [Column(head, kind="text" if k < _TEXTS else "number") for k, head in enumerate(HEADS)]
     table = PageTable("results", "Algorithms side by side", columns, _rows(results))
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
+
+
+def _figures(results: Sequence[Result]) -> list[Figure]:
+    return [_plot(results, *what) for what in _PLOTS]
+
+
+def table_of(results: Sequence[Result], names: Sequence[str]) -> Table:
+    """All numbers, a row for each spec: of metrics the last values and their standard errors."""
+    metrics = dict.fromkeys(name for result in results for name in result.curves.curves)
+    rows = []
+    for result, name in zip(results, names, strict=True):
+        curves = [result.curves.curves.get(each) for each in metrics]
+        ends = [(math.nan, math.nan) if each is None else (each.final, each.final_error) for each in curves]
+        promised = (result.threat_model, result.paper, result.event, result.record)
+        rows.append((name, result.algorithm, *promised, result.floats, result.rounds, *chain.from_iterable(ends)))
+    heads = (
+        "spec",
+        "algorithm",
+        "threat_model",
+        "epsilon_paper",
+        "epsilon_event",
+        "epsilon_record",
+        "floats",
+        "rounds",
+    )
+    return Table.of((*heads, *(f"{each}{more}" for each in metrics for more in ("", "_standard_error"))), rows)
+
+
+def _paper(results: Sequence[Result]) -> Table:
+    """The columns of the table on the screen that a paper has room for, as they are there."""
+    kept = [HEADS.index(head) for head in _PAPER]
+    return Table.of(_PAPER, [[row[k] for k in kept] for row in _rows(results)])
 
 
 def _plot(results: Sequence[Result], metric: str, title: str, form: Literal["number", "share"]) -> Figure:
@@ -323,14 +372,17 @@ def _plot(results: Sequence[Result], metric: str, title: str, form: Literal["num
         if metric in result.curves
         for mark in _lines(result, name, metric, k, banded=len(results) <= len(PALETTE))
     ]
-    view = View("", Axis("rounds", log=True, form="count"), Axis(title, form=form))
+    reached = np.concatenate(
+        [each for mark in marks for each in (mark.y, mark.low) if each is not None] or [np.zeros(0)]
+    )
+    y = Axis(title, log=form == "number" and decades(reached), form=form)
+    view = View("", Axis("rounds", log=True, form="count"), y)
     return Figure(metric.replace("_", "-"), title.capitalize(), marks, (view,), height=340)
 
 
 def _lines(result: Result, name: str, metric: str, k: int, *, banded: bool) -> list[Mark]:
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
-    rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
-    dash = _DASHES[k // len(PALETTE) % len(_DASHES)]
+    rounds, curve, (colour, dash) = result.curves.rounds, result.curves[metric], styled(k)
     mean = line(rounds, curve.mean, short(name, 40), colour, dash=dash)
     if not (banded and np.isfinite(curve.error).all()):
         return [mean]

@@ -17,16 +17,17 @@ from rich.console import Console
 from sottovoce.door import Simulation, noise_of, simulate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
-from sottovoce.noise import RecordedNoise, Recorder
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.metrics import Curves
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
+from sottovoce.running.simulator import simulate as rounds_of
 from sottovoce.running.transcript import TranscriptWriter, parquet
 from sottovoce.spec import dump_spec
 from sottovoce.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import until_complete, write_json, write_text
-from sottovoce_client.wording import size, with_error
+from sottovoce_client.wording import number, size, with_error
 
 _LARGE = 10**8
 """Bytes from which on it is said before they are written how many there will be."""
@@ -80,6 +81,9 @@ def simulate_to(
     spec = experiment.run.spec
     source = noise_of(noise, seed, experiment.run)
     recorder = Recorder(source) if "noise" in write else None
+    next(
+        rounds_of(experiment.run, experiment.records, SeededNoise(0))
+    )  # what is refused in its first round leaves no files
     write_text(folder / "spec.yaml", dump_spec(spec, folder))
     with ExitStack() as files:
 
@@ -106,6 +110,8 @@ def simulate_to(
         for file in filter(None, (decided, final)):
             file.write(spec.rounds, "decision", done.decisions)
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
+    if noise is None:  # recorded noise promises nothing
+        print(promise(experiment))
     if isinstance(source, RecordedNoise) and source.left:
         own = ", ".join(sorted(source.drawn)) or "nothing"
         print(f"warning: {noise}: {', '.join(source.left)} was not used: this run draws {own}", file=sys.stderr)
@@ -114,6 +120,15 @@ def simulate_to(
         write_json(folder / "metrics.json", means(done.curves))
         print_metrics(done.curves)
     return done
+
+
+def promise(experiment: Experiment) -> str:
+    """What was simulated costs, in a line."""
+    if not math.isfinite(epsilon := experiment.epsilon()):
+        return "epsilon per event: infinite, for nothing is promised"
+    shared = experiment.guarantee(0).shared
+    whose = "of all learners together" if shared else "of the learner with the largest"
+    return f"epsilon per event: {number(epsilon)}, {whose}"
 
 
 @dataclass(frozen=True, slots=True)

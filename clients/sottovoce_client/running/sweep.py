@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data.folders import data_folders
 from sottovoce.door import simulate
 from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Experiment, prepare
+from sottovoce.experiment import Experiment, experiment_of, prepare, require_count
 from sottovoce.table import Table
 from sottovoce_client.backends import Backend, mapper_over
 
@@ -44,7 +45,7 @@ class _Done:
 
 
 def sweep(
-    experiment: Experiment,
+    experiment: Experiment | Path | str,
     changes: Mapping[str, Sequence[Any]],
     seeds: int = 20,
     *,
@@ -62,7 +63,7 @@ def sweep(
     holds for another split of the same source, not for these records alone. A table does not depend on backend and jobs.
 
     Args:
-        experiment: what is the same in all.
+        experiment: what is the same in all, or the path of a spec file.
         changes: field to its values; a field of a section by its place, with dots.
         seeds: repetitions of each combination.
         seed: of the noise, and of the bootstrap.
@@ -91,8 +92,8 @@ def sweep(
     >>> bool((table["low"] <= table["mean"]).all()), table["seeds"].tolist()
     (True, [4, 4])
     """
-    if seeds < 1:
-        raise SpecError(f"seeds must be at least 1, got {seeds}")
+    require_count("seeds", seeds)
+    experiment = experiment_of(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
         raise SpecError(f"a sweep needs values for {', '.join(empty)}")
     if vary_data and "data.seed" in changes:

@@ -80,8 +80,9 @@ def find(place: str) -> _Found:
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
+        file = "; it is to be the folder, or the .parquet file itself" if Path(place).is_file() else ""
         raise CaptureError(
-            f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes"
+            f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes{file}"
         )
     return _Found(tuple(captures), tuple(simulated))
 

@@ -16,7 +16,7 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
 from sottovoce.data.fields import Label
-from sottovoce.data.labels import class_labels
+from sottovoce.data.labels import class_labels, class_named
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
@@ -173,9 +173,9 @@ class Encoder:
 
 
 def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
-    """The class that a word or a number means, read as a label's value is; the word itself where it means none."""
+    """The class that a word or a number means, read as a label's value is, or as a word; itself where it means none."""
     (place,), (flaw,) = label.read([told], Missing())
-    return str(told) if flaw != FITS else classes[int(place)]
+    return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
 
 
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:

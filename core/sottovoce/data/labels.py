@@ -8,6 +8,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray
+from sottovoce.data.typed import truth_of
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
 
@@ -65,6 +66,24 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None) -> fl
         f"the {loss.kind} loss needs two labels, got only {only}: name in data.positive what counts as 1 (if it is another one, "
         f"{only} counts as 0)"
     )
+
+
+def class_named(told: str, texts: Sequence[str]) -> str:
+    """The label that a word means: itself, else in another case, else of a true and a false one the one that it says.
+
+    Args:
+        told: `yes`, say.
+        texts: the labels that there are, as words.
+
+    Returns:
+        One of them; `told` where it means none, or several.
+    """
+    if told in texts:
+        return told
+    if len(same := [text for text in texts if text.casefold() == told.casefold()]) == 1:
+        return same[0]
+    truths = {truth_of(text): text for text in texts} if len(texts) == 2 else {}
+    return truths.get(truth_of(told), told) if truths.keys() == {True, False} else told
 
 
 def class_labels(

@@ -242,6 +242,14 @@ class CategoryType(Typed):
 _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off")
 
 
+def truth_of(value: Plain | Other) -> bool | None:
+    """What a word or a number says as true or false; None: neither."""
+    told, number = value.casefold() if isinstance(value, str) else None, number_of(value)
+    if told in _TRUE or number == 1.0:
+        return True
+    return False if told in _FALSE or number == 0.0 else None
+
+
 class BooleanType(Typed):
     """True or false, in their usual words."""
 
@@ -250,11 +258,8 @@ class BooleanType(Typed):
     def parse(self, value: Plain | Other) -> float | Flaw:
         if isinstance(value, bool):
             return 1.0 if value else -1.0
-        told = value.casefold() if isinstance(value, str) else None
-        number = number_of(value)
-        if told in _TRUE or number == 1.0:
-            return 1.0
-        return -1.0 if told in _FALSE or number == 0.0 else Flaw.NO_BOOLEAN
+        told = truth_of(value)
+        return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
 
     def parse_numbers(self, numbers: FloatArray) -> Reading:
         flaws = np.where((numbers == 0.0) | (numbers == 1.0), FITS, Flaw.NO_BOOLEAN.value)

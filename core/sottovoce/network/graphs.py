@@ -88,6 +88,7 @@ GRAPHS: Registry[Graph] = Registry(
         "file": "GraphFile",
     },
     group="graphs",
+    also={"circle": "ring", "cycle": "ring", "line": "path", "chain": "path", "full": "complete", "clique": "complete"},
 )
 
 AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]

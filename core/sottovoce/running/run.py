@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sottovoce.algorithms.contract import require_algorithm
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -171,9 +172,10 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.privacy.budget is not None:
         spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
     try:
-        algorithm, warnings = spec.algorithm.build(setting)
+        built = spec.algorithm.build(setting)
     except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
         raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
+    algorithm, warnings = require_algorithm(built, spec.algorithm, setting.dim)
     if spec.absences and algorithm.accountant(0).shared:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
         raise CheckFailed("ABSENCES_SHARED", text)

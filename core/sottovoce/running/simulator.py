@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from sottovoce.algorithms.contract import require_decision, require_spoken
 from sottovoce.algorithms.interface import HeardByAll, Message, Who
 from sottovoce.arrays import MOST_NUMBERS, Batch, FloatArray
 from sottovoce.data import PlacedData
@@ -59,7 +60,7 @@ def simulate(
 
     Raises:
         DataError: a learner has records in a round in which it is away.
-        SpecError: it would take too much memory.
+        SpecError: it would take too much memory; or the algorithm's first message is not what it must be.
     """
     if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MOST_NUMBERS:
         text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
@@ -70,14 +71,20 @@ def simulate(
     roster, late, always = run.spec.roster, run.late, not run.spec.absences
     require_no_records(data, roster, run.spec.rounds)
     algorithm = run.algorithm
-    state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
+    who = Who(tuple(range(run.spec.n_learners)), replicas)
+    state, lead = algorithm.start(who), who.lead
     earlier: dict[str, list[FloatArray]] = {name: [] for name in algorithm.field_shapes()} if used is not None else {}
     for t, batch in enumerate(_batches(data, run.spec.rounds, run.loss)):
         there = None if always else roster.there(t)
         if there is not None and there.all():
             there = None
-        state, message = algorithm.speak(state, noise if there is None else hushed(noise, there))
+        spoken = algorithm.speak(state, noise if there is None else hushed(noise, there))
+        if t == 0:
+            require_spoken(algorithm, spoken, lead)
+        state, message = spoken
         before = algorithm.decision(state)
+        if t == 0:
+            require_decision(algorithm, before, lead)
         mixing = run.network.at(t)
         heard = HeardByAll(mixing, run.clipping.of_all(t, message))
         if used is not None:
