@@ -17,6 +17,10 @@ import nox
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
+LOWEST = ["-m", "not slow and not long and not browser", *QUICK[2:]]
+# Files of tests side by side, more than there may be cores: services mostly wait, for each other and for deadlines. Theirs come
+# first, so that no slow file is left to the end; xdist would begin with files of many tests.
+BESIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--first=tests/services"]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
 LOCKS = {
@@ -63,20 +67,21 @@ def tests(session: nox.Session) -> None:
 def lowest(session: nox.Session) -> None:
     """The quick tests, with the lowest versions that the bounds of pyproject.toml allow.
 
-    What is looked for is a use of a library that an older one lacks, or takes otherwise. In the core, the learner and between
-    services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test there runs
-    once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the network.
-    All others run whole.
+    What is looked for is a use of a library that an older one lacks, or takes otherwise. What a browser makes of a page is
+    none: tests marked `browser` stay out, those of how pages are written and served do not. In the core, the learner and
+    between services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test
+    there runs once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the
+    network. All others run whole.
     """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
-    session.install("-r", pinned)
+    session.install("-r", pinned, "pytest-xdist==3.8.0")
     session.install("--no-deps", wheel(session))
     once = [f"--once=tests/{folder}" for folder in ("core", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
-    session.run("pytest", "-o", f"cache_dir={tested}", *QUICK, *once, *session.posargs, success_codes=[0, 1])
+    session.run("pytest", "-o", f"cache_dir={tested}", *LOWEST, *once, *BESIDE, *session.posargs, success_codes=[0, 1])
     session.run("python", ".ci/again.py", tested)
 
 

@@ -15,6 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 GUARD_MS = 60_000.0
 """Longest that a test waits for what must happen."""
 NEEDED = [
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH"),
     pytest.mark.asyncio(loop_scope="module"),
 ]

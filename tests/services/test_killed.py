@@ -161,13 +161,27 @@ async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim:
         return await asyncio.wait_for(running, PATIENCE_S)
 
 
+async def run_calmly(folder: Path) -> Outcome:
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
+    address = await eavesdropper.start()
+    try:
+        return await run_with_a_death(folder / "calm", address, "--noise-seed", "same")
+    finally:
+        await eavesdropper.stop()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run in which nobody dies, for all that one is compared with."""
+    return asyncio.run(run_calmly(tmp_path_factory.mktemp("calm")))
+
+
 @pytest.mark.parametrize("victim", ["ann", "ben", "cleo"])
-async def test_a_run_survives_the_death_of_a_learner(tmp_path: Path, victim: str) -> None:
+async def test_a_run_survives_the_death_of_a_learner(calm: Outcome, tmp_path: Path, victim: str) -> None:
     """Who opens its streams, who accepts them, and who does both. With the system's noise a round that is drawn again shows."""
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path / "captures"))
     address = await eavesdropper.start()
     try:
-        calm = await run_with_a_death(tmp_path / "calm", address, "--noise-seed", "same")
         killed = await run_with_a_death(tmp_path / "killed", address, "--noise-seed", "same", victim=victim)
         drawn = await run_with_a_death(tmp_path / "drawn", address, victim=victim)
     finally:
