@@ -154,6 +154,24 @@ def test_columns_of_another_type_are_refused(tmp_path: Path, values: FloatArray,
         read_transcript(path)
 
 
+@pytest.mark.parametrize("text", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_columns_as_pandas_and_polars_write_them_are_the_same(tmp_path: Path, values: FloatArray, text: Any) -> None:
+    write(tmp_path / "t.parquet", values)
+    table = pq.read_table(tmp_path / "t.parquet")
+    kinds = {
+        "run": text,
+        "field": text,
+        "round": pa.int64(),
+        "world": pa.uint32(),
+        "value": pa.large_list(pa.float64()),
+    }
+    for name, kind in kinds.items():
+        column = table[name].dictionary_encode() if pa.types.is_dictionary(kind) else table[name].cast(kind)
+        table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, tmp_path / "others.parquet")
+    np.testing.assert_array_equal(read_transcript(tmp_path / "others.parquet").fields["y"], values)
+
+
 # ---- recorded noise --------------------------------------------------------------------------------------------------
 
 

@@ -203,7 +203,7 @@ def _read(path: Path, run: str | None = None, world: int = 0) -> dict[str, Float
         raise CaptureError(f"cannot read the transcript {path}: {error}") from None
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise CaptureError(f"{path} is not a transcript: it must have columns {list(COLUMNS)}, and lacks {missing}")
-    _require_kinds(path, table)
+    table = _as_written(path, table)
     columns = {name: table.column(name).to_numpy() for name in COLUMNS if name != "value"}
     chosen = columns["world"] == world
     if run is not None:
@@ -217,15 +217,35 @@ def _read(path: Path, run: str | None = None, world: int = 0) -> dict[str, Float
     return fields
 
 
-def _require_kinds(path: Path, table: pa.Table) -> None:
-    """Columns of the types that they are written with, and no holes."""
+def _as_written(path: Path, table: pa.Table) -> pa.Table:
+    """Columns of the types that they are written with, from those that others write for the same, without holes."""
+    import pyarrow as pa
+
+    columns = {}
     for expected in _schema():
         column = table.column(expected.name)
-        if column.type != expected.type or column.null_count:
+        try:
+            if column.null_count or _family(column.type) != _family(expected.type):
+                raise pa.ArrowTypeError
+            columns[expected.name] = column.cast(expected.type)
+        except pa.ArrowException:
             raise CaptureError(
                 f"{path} is not a transcript: column {expected.name!r} must be {expected.type} without nulls, "
                 f"got {column.type} with {column.null_count}"
-            )
+            ) from None
+    return pa.table(columns)
+
+
+def _family(kind: pa.DataType) -> str:
+    """What is alike in all types of a text, a whole number, or numbers in a row: pandas and Polars have others than we."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _family(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return "row" if types.is_floating(kind.value_type) else str(kind)
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return "text" if text else "whole" if types.is_integer(kind) else str(kind)
 
 
 def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
