@@ -86,9 +86,9 @@ def tell(result: Callable[[], Any]) -> None:
         print_json(result())
 
 
-def tell_file(path: Path) -> None:
-    """The same, where it has been written to a file; with its folder."""
-    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes())})
+def tell_file(path: Path, **more: Any) -> None:
+    """The same, where it has been written to a file; with its folder, and what else there is."""
+    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
 
 
 def say(text: str) -> None:

@@ -295,7 +295,6 @@ def _conduct(
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce.experiment import PAUSES
     from sottovoce.spec import dump_spec
-    from sottovoce_client import terminal
     from sottovoce_client.running.conduct import conduct
 
     prepared = prepared_from(spec, live=True)
@@ -307,9 +306,4 @@ def _conduct(
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    code = conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching))
-    if (folder / "summary.json").exists():
-        terminal.tell_file(folder / "summary.json")
-    else:  # it was not run to an end: words say why
-        terminal.tell(lambda: {"folder": folder, "state": None})
-    raise typer.Exit(code)
+    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))

@@ -123,7 +123,7 @@ class _Lines:
         self._console, self._rounds, self._clock = console, rounds, clock
         self._pace = _Pace(rounds)
         self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
-        self._said_misconduct = 0
+        self._said_misconduct, self._said_run = 0, ""
 
     def say(self, text: str) -> None:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
@@ -131,6 +131,9 @@ class _Lines:
 
     def update(self, progress: Progress, state: str, overheard: int | None) -> None:
         self._pace.look(progress)
+        if progress.run_id != self._said_run:
+            self._said_run = progress.run_id
+            self.say(f"run {progress.run_id}")
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
         known = (self._said_tenth, self._said_state, self._said_misconduct)
@@ -170,8 +173,12 @@ class _Display:
     ) -> None:
         self._live, self._title, self._rounds, self._names, self._budgets = live, title, rounds, names, budgets
         self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
+        self._said_run = ""
 
     def update(self, progress: Progress, state: str, overheard: int | None) -> None:
+        if progress.run_id != self._said_run:
+            self._said_run = progress.run_id
+            self._live.console.print(Text(f"run {progress.run_id}", style="dim"))  # above the picture, and stays
         shown_at, shown_state = self._shown
         now = self._clock()
         if now - shown_at < LIVE_SECONDS and state == shown_state:

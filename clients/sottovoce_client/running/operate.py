@@ -352,6 +352,7 @@ class _Running:
             away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
             misconduct=misconduct_lines(view),
+            run_id=plain(view.run_id),
         )
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:

@@ -25,6 +25,7 @@ class Progress:
         away: names of learners that are gone, for now or for good.
         misconduct: what learners noticed of each other, in words.
         left: indices of those who have left, or were lost, and whose rounds do not count any more.
+        run_id: of the run; empty: not told.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class Progress:
     away: tuple[str, ...] = ()
     left: frozenset[int] = frozenset()
     misconduct: tuple[str, ...] = ()
+    run_id: str = ""
 
     @property
     def done(self) -> int:
