@@ -18,7 +18,7 @@ from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.looks import next_look
 from sottovoce_rpc.misconduct import noticed_of
-from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.specs import run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 MOST_RUNS = 32
@@ -202,15 +202,17 @@ class Courses:
         self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
 
     def the(self, run_id: str) -> Course | PastRun:
-        """One of them.
+        """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
             NotReady: there is none of this name.
+            SpecError: several begin so.
         """
-        if run_id not in self._runs:
+        named = run_named(run_id, reversed(self._runs))
+        if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
             raise NotReady(f"no run {run_id!r}: {known}")
-        return self._runs[run_id]
+        return self._runs[named]
 
     def get(self, run_id: str) -> Course | PastRun | None:
         """One of them; None: there is none of this name."""
@@ -224,7 +226,9 @@ class Courses:
         """
         run = self.the(run_id)
         if not isinstance(run, Course) or run.book.ended:
-            raise NotReady(f"run {run_id} is over")
+            over = run.view()
+            how = f"{_state(over).value}: {over.detail}" if over.detail else _state(over).value
+            raise NotReady(f"run {over.run_id} is over ({how})")
         return run
 
     def with_learner(self, run_id: str, learner: str) -> Course | None:

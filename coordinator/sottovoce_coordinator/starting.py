@@ -113,7 +113,8 @@ class Starter:
             SpecError: it needs code that is not imported.
             Unavailable: it cannot be kept.
         """
-        learners = _needed(self._failed(run_id))
+        run_id = (asked := self._failed(run_id)).view().run_id
+        learners = _needed(asked)
         async with self._courses.reserved(learners):
             past = self._failed(run_id)  # others may have taken it up meanwhile
             self._courses.require_logs(run_id, learners)

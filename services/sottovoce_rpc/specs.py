@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
 
@@ -16,6 +16,9 @@ from sottovoce.spec_versions import stamped, tolerated
 from sottovoce_rpc.server import MAX_MESSAGE
 
 log = structlog.get_logger()
+
+_CANDIDATES = 10
+"""Runs that an error names."""
 
 
 def spec_to_wire(spec: RunSpec) -> str:
@@ -84,3 +87,24 @@ def require_run_id(run_id: str) -> None:
         raise RemoteProtocolError(
             f"a run id must be letters, digits, dots, dashes and underscores, at most 128, got {run_id[:200]!r}"
         )
+
+
+def run_named(given: str, known: Iterable[str]) -> str:
+    """The id of a run of which somebody gives as much as tells it from others; what begins none is returned as it is.
+
+    Args:
+        given: an id, or its beginning; empty: none.
+        known: ids.
+
+    Raises:
+        SpecError: several begin with it.
+    """
+    ids = list(dict.fromkeys(known))
+    found = [each for each in ids if given and each.startswith(given)]
+    if given in ids or len(found) < 2:
+        return given if given in ids or not found else found[0]
+    more = f" and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
+    raise SpecError(
+        f"a run's id, or a beginning that no other one has, is required, got {given!r}, with which several begin: "
+        f"{', '.join(found[:_CANDIDATES])}{more}"
+    )

@@ -116,7 +116,12 @@ def run(
     out: Out = None,
     canaries: Canaries = 0,
     resume: Annotated[
-        str, typer.Option(metavar="RUN", help="Take up this run of the spec, which failed.", show_default=False)
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up this run of the spec, which failed: its id, or its beginning.",
+            show_default=False,
+        ),
     ] = "",
     recover: Annotated[
         str,

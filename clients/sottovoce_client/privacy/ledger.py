@@ -68,7 +68,7 @@ def show_ledger(
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
     table = terminal.table()
     for head in ("learner", "run", "algorithm", "threat model", "accounting"):
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", no_wrap=head == "run")  # an id is copied whole
     for head in ("messages", "ε"):
         table.add_column(head, justify="right")
     for name in sorted({line.learner for line in lines}):

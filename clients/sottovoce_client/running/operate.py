@@ -146,9 +146,9 @@ async def _resumed(
     run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_S)
     if (_but_absences(run.spec), run.n_features) != (_but_absences(wanted.spec), wanted.n_features):
         raise SpecError(
-            f"run {run_id} is of another spec or other records: take it up with those that it was started with"
+            f"run {run.run_id} is of another spec or other records: take it up with those that it was started with"
         )
-    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run_id), timeout=RESUME_S)
+    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run.run_id), timeout=RESUME_S)
 
 
 def _but_absences(spec: str) -> dict[str, Any]:

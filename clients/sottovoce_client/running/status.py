@@ -175,7 +175,7 @@ async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
         await asyncio.sleep(APART_S)
         run = await told()
         history.add(look_at(run, None, time.monotonic()))
-    others = tuple(each for each in lines if each.ended is None and each.run_id != run_id)
+    others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
     return run_view(course_of(run), plan, history), others
 
 
@@ -374,7 +374,9 @@ def _learners_table(run: RunView) -> Table:
 
 
 def _captures_table(captures: Sequence[CaptureLine]) -> Table:
-    table = terminal.table("capture", "run", "state")
+    table = terminal.table("capture")
+    table.add_column("run", no_wrap=True, overflow="fold")  # an id is copied whole
+    table.add_column("state")
     for head in ("messages", "bytes"):
         table.add_column(head, justify="right")
     for each in captures:
