@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady
+from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus

@@ -11,14 +11,12 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from sottovoce.errors import RemoteProtocolError, SpecError
+from sottovoce.network.roster import in_short
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.spec_versions import stamped, tolerated
 from sottovoce_rpc.server import MAX_MESSAGE
 
 log = structlog.get_logger()
-
-_CANDIDATES = 10
-"""Runs that an error names."""
 
 
 def spec_to_wire(spec: RunSpec) -> str:
@@ -103,8 +101,7 @@ def run_named(given: str, known: Iterable[str]) -> str:
     found = [each for each in ids if given and each.startswith(given)]
     if given in ids or len(found) < 2:
         return given if given in ids or not found else found[0]
-    more = f" and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
     raise SpecError(
         f"a run's id, or a beginning that no other one has, is required, got {given!r}, with which several begin: "
-        f"{', '.join(found[:_CANDIDATES])}{more}"
+        f"{in_short(found)}"
     )

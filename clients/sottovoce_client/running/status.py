@@ -48,6 +48,8 @@ MOST_ROWS, MOST_CAPTURES = 40, 5
 _WELL = ("running", "connecting", "finished")
 _WRONG = ("running", "connecting", "failed", "budget exhausted")
 """States in which what a learner says of itself may be a fault; others are over, or have not begun."""
+_RESTS = ("idle", "finished")
+"""States in which a learner says nothing of itself, but that it has no coordinator."""
 _UNHEARD = {"unspecified": "joined", "idle": "in no run"}
 """How a learner stands of whose state nothing is known."""
 _NO_RUN = Plan("", None, "", (), (), "none", "free", None, live=False)
@@ -95,7 +97,7 @@ class Status:
     @property
     def faults(self) -> tuple[str, ...]:
         """What an operator should look at: of what goes on, or failed; and who does not answer."""
-        seen = [each for _, each in self.learners if each.state in _WRONG]
+        seen = [each for _, each in self.learners if each.state in _WRONG or (each.state in _RESTS and each.detail)]
         if self.run is not None and (self.run.ended is None or self.run.state == "failed" or _ended_itself(self.run)):
             seen.insert(0, self.run)
         broken = [
@@ -193,7 +195,7 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
             if now.run_id:
                 plan = await _planned(stub, who)
             history.add(Look(time.monotonic(), (now,), (address,)))
-            if now.state is LearnerState.RUNNING:
+            if now.state is LearnerState.RUNNING or now.detail:  # it may be about to join
                 await asyncio.sleep(APART_S)
                 now = await told()
                 history.add(Look(time.monotonic(), (now,), (address,)))
