@@ -35,6 +35,7 @@ class Course:
         started, ended: when.
         durable: it outlives its coordinator.
         uncaptured: why nothing is captured any more; empty: it is, where the spec says so.
+        unheard: why nothing is captured for now: its eavesdropper is away.
         resting: learners leave or join it, and all who are there rest until that is done.
         told: rounds below this one were granted to all learners that are there.
         heard: set when something is known of a learner, or it has ended.
@@ -47,6 +48,7 @@ class Course:
     started: datetime
     durable: bool = False
     uncaptured: str = ""
+    unheard: str = ""
     resting: bool = False
     told: int = 0
     ended: datetime | None = None
@@ -98,7 +100,7 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
-            capture_error=self._capture_error,
+            capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
             misconduct=[each.to_wire(by) for (by, _), each in book.misconduct.items()],
         )
@@ -110,6 +112,7 @@ class Course:
         """The run as it is written down. Those who rest will go on as after another attempt, under whatever coordinator."""
         view = self.view()
         view.attempt += self.resting
+        view.capture_error = self._capture_error  # an eavesdropper that is away may come back
         return view.SerializeToString()
 
     def farewell(self) -> Stop:

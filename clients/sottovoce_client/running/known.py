@@ -67,6 +67,7 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
         "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
         "rounds_done": _rounds(run),
         "capture": run.capture_location or None,
+        "capture_error": run.capture_error or None,
         "learners": [
             {
                 "name": each.status.learner,
@@ -95,18 +96,18 @@ async def show_run(
     planned = json.loads(run.spec)["rounds"]
     told = {
         "state": _state(run),
-        "detail": run.detail,
+        "detail": plain(run.detail),
         "started": _started(run),
         "took": _took(run),
         "rounds": f"{count(_rounds(run))}, no end planned"
         if planned is None
         else f"{count(_rounds(run))} of {count(planned)}",
-        "misconduct": "\n".join(misconduct_lines(run)),
-        "capture": run.capture_location,
+        "misconduct": "\n".join(map(plain, misconduct_lines(run))),
+        "capture": "\n".join(map(plain, filter(None, (run.capture_location, run.capture_error)))),
     }
     for name, text in told.items():
         if text:
-            facts.add_row(name, _said(text))
+            facts.add_row(name, Text(text))
     console.print(_said(run.run_id, style="bold"))
     console.print(facts)
     console.print(_learners(run))

@@ -353,6 +353,7 @@ class _Running:
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
             misconduct=misconduct_lines(view),
             run_id=plain(view.run_id),
+            uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
         )
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:
