@@ -93,7 +93,7 @@ class Following:
         self.joins, self.joined = 0, False
         """So often it was let in, and is."""
         self._left_in: int | None = None  # rounds that it had done when it last heard what to do in its run
-        self._why_away = ""
+        self._why_away, self._told = "", False
 
     @property
     def away(self) -> str:
@@ -149,7 +149,7 @@ class Following:
             who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
             try:
                 async with self._to_coordinator(trusted[0]) as to, if_long(self._wonder):
-                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted))
+                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted), self._unreached)
                     break
             except Unavailable:
                 if not left:
@@ -158,8 +158,19 @@ class Following:
         return trusted
 
     async def _wonder(self) -> None:
+        if not self._told:  # else it was told at once
+            self._tell("is it running, and is the address right?")
+
+    def _unreached(self, why: str, lasting: bool) -> None:
+        """Told why, at once where waiting alone does not mend it."""
+        self._why_away = f"that at {self._config.coordinator}: {why}"
+        if lasting:
+            self._told = True
+            self._tell(why)
+
+    def _tell(self, why: str) -> None:
         at, seconds = self._config.coordinator, self._config.join_timeout_s
-        log.warning("waiting for the coordinator", at=at, for_s=seconds, why="is it running, and is the address right?")
+        log.warning("waiting for the coordinator", at=at, for_s=seconds, why=why)
 
     def _to_coordinator(self, name: str) -> grpc.aio.Channel:
         """To the coordinator of a name, or to any."""
