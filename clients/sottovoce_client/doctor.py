@@ -208,7 +208,7 @@ async def _service(role: Role, address: str, credentials: Credentials) -> list[F
     except grpc.aio.AioRpcError as error:
         text = str(as_error(error, f"the {role} at {address}"))
         if text == NOT_BELIEVED:
-            text += ": this identity was revoked, or is of another deployment; `sottovoce pki show`, where its authority is, says which"
+            text += ": this identity was revoked, or is of another deployment; `sottovoce pki show` at its authority says which"
         return [Finding(what, "wrong", text)]
     except SottovoceError as error:
         return [Finding(what, "wrong", str(error))]

@@ -64,10 +64,11 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
-        summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
-        summary.save(folder / "summary.json")
         report = folder / "report.html"
-        run_page(summary).write(report)
+        with terminal.said_if_long("making the summary and the report ..."):
+            summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
+            summary.save(folder / "summary.json")
+            run_page(summary).write(report)
         print_summary(summary, report=report)
         _print_all(summary.not_captured)
         terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)

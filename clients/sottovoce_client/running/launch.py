@@ -14,6 +14,7 @@ from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
@@ -49,7 +50,9 @@ async def run_up(
         ServiceDied: a service died, and the run's outcome with it.
         Interrupted: told to stop before the run had begun.
     """
-    async with LocalServices(spec, folder, **services) as up:
+    local = LocalServices(spec, folder, **services)
+    terminal.say(f"starting {local.planned} ...")
+    async with local as up:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
         if spec.data.live:
