@@ -63,7 +63,7 @@ class Target:
 
         def waits(why: str) -> None:
             account.awaited = f"{awaited}: {why}"
-            log.warning("waiting for the learner", at=self.address, for_s=self.patience_s, why=why)
+            log.warning("waiting for the learner", at=self.address, why=why)
 
         return connect_learner(
             self.address,
