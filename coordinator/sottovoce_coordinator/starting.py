@@ -133,7 +133,7 @@ class Starter:
     def _failed(self, run_id: str) -> Course | PastRun:
         run = self._courses.the(run_id)
         if (view := run.view()).state != coordinator_pb2.RUN_STATE_FAILED:
-            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {_state(view)}")
+            raise NotReady(f"only a run that failed can be taken up again, and run {view.run_id} is {_state(view)}")
         return run
 
     async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> Course:

@@ -87,7 +87,9 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         assert seen.run is not None
         await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
-        over = await look(Asked(Places(up.coordinator), run=seen.run.run_id, credentials=up.operator))
+        places, begins = Places(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
+        over = await look(Asked(places, run=begins, credentials=up.operator))
+        assert over.run is not None and [each.run_id for each in over.captures] == [over.run.run_id]
 
     (ann,) = idle.learners
     assert rows(printed(idle))["ann"][:3] == ["in", "no", "run"] and not idle.faults and ann[1].run_id == ""
