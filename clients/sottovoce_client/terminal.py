@@ -102,8 +102,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def said_if_long(text: str) -> Iterator[None]:
-    """Say a line, once, where what is done within takes long."""
-    timer = threading.Timer(LONG_S, say, [text])
+    """Print a line, once, where what is done within takes long."""
+    timer = threading.Timer(LONG_S, print, [text], {"flush": True})
     timer.daemon = True
     timer.start()
     try:

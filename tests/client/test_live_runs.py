@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,15 @@ def test_up_says_where_records_go_and_what_they_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what takes long: services that start, and the summary."""
-    lines, told = list[str](), threading.Event()
-
-    def say(text: str) -> None:
-        lines.append(text)
-        if "summary" in text:
-            told.set()
+    said, making = "", "making the summary and the report ...\n"
 
     def slowly(*words: Any) -> Any:
-        assert told.wait(PATIENCE_S)
+        nonlocal said
+        until = time.monotonic() + PATIENCE_S
+        while making not in said and time.monotonic() < until:
+            said += capsys.readouterr().out
         return summarise(*words)
 
-    monkeypatch.setattr(terminal, "say", say)
     monkeypatch.setattr(terminal, "LONG_S", 0.0)
     monkeypatch.setattr("sottovoce_client.running.conduct.summarise", slowly)
     spec = small_spec(60, ["north", "south"], data=LIVE, clock=CLOCK)
@@ -121,9 +119,8 @@ def test_up_says_where_records_go_and_what_they_cost(
         return outcome
 
     assert conduct(prepare(spec, live=True), tmp_path, start) == 0
-    said = capsys.readouterr().out
     assert "north takes records at 127.0.0.1:" in said
-    assert lines == ["starting a coordinator, 2 learners ...", "making the summary and the report ..."]
+    assert "starting a coordinator, 2 learners ...\n" in said and said.endswith(making)
     summary = json.loads((tmp_path / "summary.json").read_text())
     north, south = summary["learners"]
     assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
@@ -140,11 +137,14 @@ def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
     ]
 
 
-def test_what_does_not_take_long_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "say", lambda text: pytest.fail(text))
+def test_what_does_not_take_long_is_not_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(terminal, "LONG_S", 1_000.0)
     with terminal.said_if_long("something"):
-        pass
+        (timer,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
+    timer.join(PATIENCE_S)
+    assert not timer.is_alive() and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["told", "spent", "kept"])

@@ -14,7 +14,6 @@ from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
-from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
@@ -51,7 +50,7 @@ async def run_up(
         Interrupted: told to stop before the run had begun.
     """
     local = LocalServices(spec, folder, **services)
-    terminal.say(f"starting {local.planned} ...")
+    print(f"starting {local.planned} ...", flush=True)
     async with local as up:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
