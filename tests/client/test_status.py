@@ -112,7 +112,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         assert [(each.rounds, each.round > 0) for _, each in other.learners] == [(None, True)]
     assert alone.run is not None and rows(printed(alone))["ben"][0] == "away"
     assert any(line.startswith("ben is away since") for line in alone.faults)
-    assert over.run is not None and over.run.state == "stopped" and not over.faults
+    assert over.run.state == "stopped" and not over.faults
 
 
 async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
