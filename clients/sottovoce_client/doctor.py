@@ -27,6 +27,7 @@ from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
+from sottovoce_rpc.access import NOT_BELIEVED
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials
 from sottovoce_rpc.early import answered
@@ -149,7 +150,11 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
         text = "none: only services of this user on this machine can be asked, or with --insecure any in the clear"
         yield Finding("identity", "warning" if credentials.insecure else "well", text)
         return
-    yield _certificate("identity", principal, expires)
+    if credentials.revoked:
+        text = f"{principal} of {principal.domain} was revoked, by {REVOKED}: no service believes it; have another one issued"
+        yield Finding("identity", "wrong", text)
+    else:
+        yield _certificate("identity", principal, expires)
     if not credentials.rooted:
         text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
@@ -201,7 +206,10 @@ async def _service(role: Role, address: str, credentials: Credentials) -> list[F
                 found += await _clock(what, to)
             return found
     except grpc.aio.AioRpcError as error:
-        return [Finding(what, "wrong", str(as_error(error, f"the {role} at {address}")))]
+        text = str(as_error(error, f"the {role} at {address}"))
+        if text == NOT_BELIEVED:
+            text += ": this identity was revoked, or is of another deployment; `sottovoce pki show` at its authority says which"
+        return [Finding(what, "wrong", text)]
     except SottovoceError as error:
         return [Finding(what, "wrong", str(error))]
 

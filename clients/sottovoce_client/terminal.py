@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -26,6 +27,9 @@ from sottovoce.plain import plain_lines
 _COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
 _DRAWN_S = 0.1
 """A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
+
+LONG_S = 1.5
+"""After which whoever waits is told for what."""
 
 
 def console(**look: Any) -> Console:
@@ -86,14 +90,26 @@ def tell(result: Callable[[], Any]) -> None:
         print_json(result())
 
 
-def tell_file(path: Path) -> None:
-    """The same, where it has been written to a file; with its folder."""
-    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes())})
+def tell_file(path: Path, **more: Any) -> None:
+    """The same, where it has been written to a file; with its folder, and what else there is."""
+    tell(lambda: {"folder": path.parent, **json.loads(path.read_bytes()), **more})
 
 
 def say(text: str) -> None:
     """A line for whoever waits: on standard error, beside what the command came for."""
     print(plain_lines(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_if_long(text: str) -> Iterator[None]:
+    """Print a line, once, where what is done within takes long."""
+    timer = threading.Timer(LONG_S, print, [text], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from functools import partial
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError, Unavailable
+from sottovoce.network.roster import in_short
 from sottovoce.running.amending import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Members
-from sottovoce_coordinator.runs import RunBook, RunState, in_short
+from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.specs import spec_to_wire

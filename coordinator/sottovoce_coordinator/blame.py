@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sottovoce.network.roster import in_short
 from sottovoce_rpc.waiting import Cause, Waiting
+
+_FEW = 10
+"""Learners of whom all are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +87,6 @@ def _waited_for(standings: Sequence[Standing], who: int) -> list[int]:
 
 def _named(standings: Sequence[Standing], found: Sequence[int]) -> str:
     *names, last = (standings[i].name for i in found)
+    if len(names) >= _FEW:
+        return in_short([*names, last])
     return f"{', '.join(names)} and {last}" if names else last

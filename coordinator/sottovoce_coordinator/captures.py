@@ -146,7 +146,7 @@ class Captures:
             self._tasks.start(self._keep(course, fail), "a capture is not looked after")
 
     async def _keep(self, course: Course, fail: Callable[[str], None]) -> None:
-        away, led, known = False, tuple[str, ...](), course.book.run
+        led, known = tuple[str, ...](), course.book.run
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_KEPT_S):
@@ -157,13 +157,22 @@ class Captures:
                 moved = bool(book.overhearing.relays) and now != led
                 run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
                 opened = await self._asked(book.run_id, book.routes() if moved else (), amended)
-                away, led, known = False, now, run
+                led, known = now, run
+                self._is_heard(course, "")
                 if why := _whole(course.book, opened.gaps):
                     fail(why)
             except SottovoceError as error:
-                if not away:
-                    log.warning("nothing is captured", run_id=course.book.run_id, reason=str(error))
-                away = True
+                self._is_heard(course, f"nothing is captured now: {error}")
+
+    def _is_heard(self, course: Course, why_not: str) -> None:
+        """An eavesdropper that goes, or is back, is told once, and whoever watches the run sees it at once."""
+        if bool(why_not) != bool(course.unheard):
+            course.unheard = why_not
+            course.show()
+            if why_not:
+                log.warning("nothing is captured", run_id=course.book.run_id, reason=why_not)
+            else:
+                log.info("captured again", run_id=course.book.run_id)
 
     def close(self, book: RunBook) -> asyncio.Task[str] | None:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""

@@ -11,11 +11,12 @@ from typing import Any
 import structlog
 
 from sottovoce.errors import SottovoceError
+from sottovoce.network.roster import in_short
 from sottovoce_coordinator.amending import RESTING, Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Member, Members
-from sottovoce_coordinator.runs import RunState, in_short
+from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.store import Store, whatever_disk
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerStatus

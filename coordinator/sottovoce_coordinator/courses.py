@@ -11,14 +11,15 @@ from datetime import UTC, datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady
+from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.looks import next_look
 from sottovoce_rpc.misconduct import noticed_of
-from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.specs import run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 MOST_RUNS = 32
@@ -34,6 +35,7 @@ class Course:
         started, ended: when.
         durable: it outlives its coordinator.
         uncaptured: why nothing is captured any more; empty: it is, where the spec says so.
+        unheard: why nothing is captured for now: its eavesdropper is away.
         resting: learners leave or join it, and all who are there rest until that is done.
         told: rounds below this one were granted to all learners that are there.
         heard: set when something is known of a learner, or it has ended.
@@ -46,6 +48,7 @@ class Course:
     started: datetime
     durable: bool = False
     uncaptured: str = ""
+    unheard: str = ""
     resting: bool = False
     told: int = 0
     ended: datetime | None = None
@@ -97,7 +100,7 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
-            capture_error=self._capture_error,
+            capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
             misconduct=[each.to_wire(by) for (by, _), each in book.misconduct.items()],
         )
@@ -109,6 +112,7 @@ class Course:
         """The run as it is written down. Those who rest will go on as after another attempt, under whatever coordinator."""
         view = self.view()
         view.attempt += self.resting
+        view.capture_error = self._capture_error  # an eavesdropper that is away may come back
         return view.SerializeToString()
 
     def farewell(self) -> Stop:
@@ -202,15 +206,17 @@ class Courses:
         self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
 
     def the(self, run_id: str) -> Course | PastRun:
-        """One of them.
+        """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
             NotReady: there is none of this name.
+            SpecError: several begin so.
         """
-        if run_id not in self._runs:
+        named = run_named(run_id, reversed(self._runs))
+        if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
             raise NotReady(f"no run {run_id!r}: {known}")
-        return self._runs[run_id]
+        return self._runs[named]
 
     def get(self, run_id: str) -> Course | PastRun | None:
         """One of them; None: there is none of this name."""
@@ -224,7 +230,9 @@ class Courses:
         """
         run = self.the(run_id)
         if not isinstance(run, Course) or run.book.ended:
-            raise NotReady(f"run {run_id} is over")
+            over = run.view()
+            how = f"{_state(over).value}: {over.detail}" if over.detail else _state(over).value
+            raise NotReady(f"run {over.run_id} is over ({how})")
         return run
 
     def with_learner(self, run_id: str, learner: str) -> Course | None:

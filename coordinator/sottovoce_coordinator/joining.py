@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 
 from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError, Unavailable
+from sottovoce.network.roster import in_short
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
-from sottovoce_coordinator.runs import in_short, missing
+from sottovoce_coordinator.runs import missing
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
 from sottovoce_rpc.early import Tell, if_long

@@ -86,4 +86,4 @@ def _under_way(courses: Sequence[Course]) -> Iterator[Reading]:
             yield _LEARNER_AWAY.of(gone, name)
             yield _LEARNER_LAG.of(furthest - rounds, name)
     yield _AWAY.of(away)
-    yield _UNCAPTURED.of(sum(bool(course.uncaptured) for course in courses))
+    yield _UNCAPTURED.of(sum(bool(course.uncaptured or course.unheard) for course in courses))

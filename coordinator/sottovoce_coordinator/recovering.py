@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from sottovoce.errors import NotReady, SpecError
+from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.joining import Member
-from sottovoce_coordinator.runs import RunBook, RunState, in_short
+from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_rpc.learner_status import LearnerStatus
 
 
@@ -22,13 +23,12 @@ def require_in_run(run_id: str, told: Sequence[Member]) -> None:
     Raises:
         NotReady: one has not.
     """
-    for each in told:
-        if each.run_id != run_id:
-            got = f"that of run {each.run_id!r}" if each.run_id else "none"
-            raise NotReady(
-                f"learner {each.name!r} must have the log of run {run_id!r}, got {got}: is the run the right one, and the state "
-                "folder the learner's own? Else it has been in another run since, or this one was over: start a new run"
-            )
+    if others := [each for each in told if each.run_id != run_id]:
+        logs = [f"{f'that of run {each.run_id!r}' if each.run_id else 'none'} with {each.name}" for each in others]
+        raise NotReady(
+            f"each learner must have the log of run {run_id!r}, got {in_short(logs)}: is the run the right one, and the state "
+            "folder the learner's own? Else it has been in another run since, or this one was over: start a new run"
+        )
 
 
 def require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:

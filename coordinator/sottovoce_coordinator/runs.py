@@ -34,8 +34,6 @@ class RunState(Enum):
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 _RESTING = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BUDGET_EXHAUSTED})
 _SILENT = _RESTING | {LearnerState.FINISHED}
-_NAMED = 10
-"""Learners that an error names."""
 _NOTICED = 3
 """Of what was noticed, as much as a text tells."""
 
@@ -476,9 +474,3 @@ class RunBook:
 def missing(names: Sequence[str], joined: Container[str]) -> list[str]:
     """Learners of a run that have not joined."""
     return [name for name in names if name not in joined]
-
-
-def in_short(learners: Sequence[str]) -> str:
-    """Some of them, where there are many: an error has to fit into a status."""
-    more = f" and {len(learners) - _NAMED} more" if len(learners) > _NAMED else ""
-    return f"{', '.join(learners[:_NAMED])}{more}"

@@ -113,7 +113,8 @@ class Starter:
             SpecError: it needs code that is not imported.
             Unavailable: it cannot be kept.
         """
-        learners = _needed(self._failed(run_id))
+        run_id = (asked := self._failed(run_id)).view().run_id
+        learners = _needed(asked)
         async with self._courses.reserved(learners):
             past = self._failed(run_id)  # others may have taken it up meanwhile
             self._courses.require_logs(run_id, learners)
@@ -132,7 +133,7 @@ class Starter:
     def _failed(self, run_id: str) -> Course | PastRun:
         run = self._courses.the(run_id)
         if (view := run.view()).state != coordinator_pb2.RUN_STATE_FAILED:
-            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {_state(view)}")
+            raise NotReady(f"only a run that failed can be taken up again, and run {view.run_id} is {_state(view)}")
         return run
 
     async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> Course:

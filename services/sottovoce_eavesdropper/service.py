@@ -28,7 +28,7 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.specs import document_from_wire, require_run_id
+from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
 from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
@@ -156,8 +156,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     ) -> eavesdropper_pb2.ListCapturesResponse:
         """The captures of this process, of one run or all."""
         async with answering(context):
-            newest = reversed(self._captures.recordings.items())
-            wanted = {key: c.file for key, c in newest if request.run_id in ("", c.file.run_id)}
+            newest = dict(reversed(self._captures.recordings.items()))
+            run_id = run_named(request.run_id, (each.file.run_id for each in newest.values()))
+            wanted = {key: each.file for key, each in newest.items() if run_id in ("", each.file.run_id)}
             files, following = page(wanted, request.page_size, request.page_token)
             infos = [_info(each, ways=bool(request.run_id)) for each in files]
             return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)

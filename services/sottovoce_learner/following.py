@@ -92,6 +92,24 @@ class Following:
         self._origin = directives.Origin()  # whom it obeys
         self.joins, self.joined = 0, False
         """So often it was let in, and is."""
+        self._left_in: int | None = None  # rounds that it had done when it last heard what to do in its run
+        self._why_away, self._told = "", False
+
+    @property
+    def away(self) -> str:
+        """In words, that it has no coordinator now, since when, and what it waits for; empty: it has one."""
+        if self.joined:
+            return ""
+        session, why = self._session(), self._why_away or f"that at {self._config.coordinator} has not answered yet"
+        if not self.joins:
+            return f"no coordinator has let it in yet: {why}"
+        since = "" if self._left_in is None else f" since round {self._left_in}"
+        lacks = "" if session is None or session.life.ended else session.waits.in_words()
+        return f"it has not heard its coordinator{since}: {why}{f'; it waits for {lacks}' if lacks else ''}"
+
+    def _is_away(self, why: str) -> None:
+        self._why_away = why
+        log.warning("coordinator away", reason=why)
 
     @property
     def term(self) -> int:
@@ -131,7 +149,7 @@ class Following:
             who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
             try:
                 async with self._to_coordinator(trusted[0]) as to, if_long(self._wonder):
-                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted))
+                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted), self._unreached)
                     break
             except Unavailable:
                 if not left:
@@ -140,8 +158,19 @@ class Following:
         return trusted
 
     async def _wonder(self) -> None:
+        if not self._told:  # else it was told at once
+            self._tell("is it running, and is the address right?")
+
+    def _unreached(self, why: str, lasting: bool) -> None:
+        """Told why, at once where waiting alone does not mend it."""
+        self._why_away = f"that at {self._config.coordinator}: {why}"
+        if lasting:
+            self._told = True
+            self._tell(why)
+
+    def _tell(self, why: str) -> None:
         at, seconds = self._config.coordinator, self._config.join_timeout_s
-        log.warning("waiting for the coordinator", at=at, for_s=seconds, why="is it running, and is the address right?")
+        log.warning("waiting for the coordinator", at=at, for_s=seconds, why=why)
 
     def _to_coordinator(self, name: str) -> grpc.aio.Channel:
         """To the coordinator of a name, or to any."""
@@ -158,19 +187,20 @@ class Following:
     async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
         """Join, and obey until the stream of directives ends."""
         call = stub.Join()
-        ending = Ending(call)
+        ending, heard = Ending(call), False
         try:
             await self._join(call, address)
             self.joins, self.joined = self.joins + 1, True
             async with beside(self._reports(call)):
                 while (said := await _told(call)) is not None:
                     self._require_newest(said)
+                    heard = True
                     self._coordinated(away=False)  # whoever leads it is back
                     await self._obey(said.run_id, from_wire(said))
         except Unavailable as error:
-            log.warning("coordinator away", reason=str(error))
+            self._is_away(str(error))
         except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
-            log.warning("coordinator away", reason="the stream broke")
+            self._is_away("the stream broke")
         except grpc.aio.AioRpcError:
             status = await ending.status()
             refusal = as_error(status, f"the coordinator at {self._config.coordinator}")
@@ -180,9 +210,11 @@ class Following:
                 grpc.StatusCode.INTERNAL,
             ):
                 raise refusal from None
-            log.warning("coordinator away", reason=str(refusal))
+            self._is_away(str(refusal))
         finally:
-            self.joined = False
+            self.joined, session = False, self._session()
+            if heard:
+                self._left_in = None if session is None or session.life.ended else session.memory.done
             call.cancel()
             if self.term:  # without a memory it cannot go on with the run
                 self._coordinated(away=True)

@@ -56,7 +56,9 @@ class Host:
             SottovoceError: one of them cannot; by its name, where there are several.
         """
         addresses = dict[str, str]()
-        _make_room(len(self._learners))
+        if (many := len(self._learners)) > 1:
+            log.info("starting", learners=many)
+        _make_room(many)
         try:
             for learner in self._learners:
                 addresses[learner.config.name] = await self._started(learner)

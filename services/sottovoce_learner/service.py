@@ -77,7 +77,7 @@ class Learner:
             config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
         )
         self._nearby = Nearby() if nearby is None else nearby
-        self.face = Face(config, self.in_run, lambda: self.status)
+        self.face = Face(config, self.in_run, self._told)
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -207,6 +207,11 @@ class Learner:
         return replace(
             idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
+
+    def _told(self) -> LearnerStatus:
+        """The same for who asks it: also that it has no coordinator, which nobody else can say then."""
+        status = self.status
+        return replace(status, detail="; ".join(filter(None, (status.detail, self._following.away))))
 
     def readings(self) -> Iterator[Reading]:
         """For Prometheus."""

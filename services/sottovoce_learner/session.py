@@ -19,7 +19,7 @@ import structlog
 from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, Unavailable
-from sottovoce.network.roster import called
+from sottovoce.network.roster import called, in_short
 from sottovoce.noise import Noise
 from sottovoce.running.late import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
@@ -127,7 +127,7 @@ class Session:
             Lifecycle(role, self._changed.set),
             Grants(spec.clock, spec.n_learners, self._changed.set),
         )
-        self.waits = Waits(spec.clock, self._unheard)
+        self.waits = Waits(spec.clock, self._unheard, spec.names)
         self.ingest = Ingest(role, self._log, self.intake, self.life, self.memory.done, self._fed)
         self._room = Room(role.name, "the round waits", "the journal cannot be written", self._until_room)
 
@@ -305,13 +305,13 @@ class Session:
 
     async def _connected(self) -> None:
         self.waits.begin(0, Cause.NEIGHBOUR)
-        for j, link in self.met.items():
+        for link in self.met.values():
             try:
                 async with asyncio.timeout(self.role.spec.clock.deadline_s):
                     await link.attached.wait()
             except TimeoutError:
-                name = called(self.role.spec.names, j)
-                raise Unavailable(f"no connection with {name} within the deadline") from None
+                names = in_short([called(self.role.spec.names, j) for j in self._unheard()])
+                raise Unavailable(f"no connection with {names} within the deadline") from None
         self.waits.over()
 
     async def _round(self, t: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sottovoce.errors import Unavailable
+from sottovoce.network.roster import called, in_short
 from sottovoce.spec import ClockSpec
 from sottovoce_rpc.waiting import Cause, Waiting
 
@@ -47,6 +48,12 @@ class Wait:
         return now - self.since >= min(TOLD_S, clock.deadline_s / 4)
 
 
+def in_words(wait: Waiting, names: Sequence[str]) -> str:
+    """What is waited for, and of whom."""
+    of = f" ({in_short([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
+    return f"{wait.cause.value}{of} in round {wait.round}"
+
+
 def waiting(before: Wait | None, t: int, cause: Cause, now: float, *, alone: bool) -> Wait:
     """The wait of a learner that lacks something now: the one that it was in, if that is the same."""
     if before is not None and (before.round, before.cause, before.alone) == (t, cause, alone):
@@ -60,10 +67,11 @@ class Waits:
     Args:
         clock: of the run.
         unheard: neighbours that it waits for now.
+        names: of the run's learners.
     """
 
-    def __init__(self, clock: ClockSpec, unheard: Callable[[], Iterable[int]]) -> None:
-        self._clock, self._unheard = clock, unheard
+    def __init__(self, clock: ClockSpec, unheard: Callable[[], Iterable[int]], names: Sequence[str]) -> None:
+        self._clock, self._unheard, self._names = clock, unheard, names
         self._waker: asyncio.Future[None] | None = None
         self._alone = False
         self.newest: Wait | None = None
@@ -111,7 +119,15 @@ class Waits:
         over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
         if wait is None or over or (not ended and not wait.told(self._clock, time.monotonic())):
             return None
+        return self._waiting(wait)
+
+    def _waiting(self, wait: Wait) -> Waiting:
         return Waiting(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is Cause.NEIGHBOUR else ())
+
+    def in_words(self) -> str:
+        """What it has waited for, as `told`; empty: nothing that need be told."""
+        wait = self.told(ended=False)
+        return "" if wait is None else in_words(wait, self._names)
 
     async def watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
@@ -122,6 +138,5 @@ class Waits:
                 continue
             limit_s = wait.limit_s(self._clock)
             if time.monotonic() - wait.since > limit_s:
-                missing = f" {list(self._unheard())}" if wait.cause is Cause.NEIGHBOUR else ""
-                text = f"waited {limit_s:g} s for {wait.cause.value}{missing} in round {wait.round}"
+                text = f"waited {limit_s:g} s for {in_words(self._waiting(wait), self._names)}"
                 waker.set_exception(Unavailable(text))

@@ -32,7 +32,8 @@ _AGAIN_S = 5.0
 _MOST_LOGGED = 20
 _DENIED: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
 """As gRPC says it, by its version."""
-_NOBODY = "not allowed: whoever calls is not believed here"
+NOT_BELIEVED = "not allowed: whoever calls is not believed here"
+"""All that a stranger is told."""
 STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
 """Why somebody is refused: not believed at all, in another role than is needed, or not whom the service itself takes."""
 
@@ -135,7 +136,7 @@ class Access(grpc.aio.ServerInterceptor):
             caller = self._credentials.caller(context)
         except StrangerError as error:
             self.refused.note(STRANGER, method=method, caller=str(error), peer=context.peer())
-            raise StrangerError(_NOBODY) from None
+            raise StrangerError(NOT_BELIEVED) from None
         if caller is not None:
             rule = ACCESS.get(method)
             if rule is None or caller.role not in rule.roles:

@@ -140,6 +140,15 @@ class Credentials:
         """
         return self.folder is None or self._current().rooted
 
+    @property
+    def revoked(self) -> bool:
+        """Whether the certificate, or one between it and its authority, is revoked by the list that this process itself has.
+
+        Raises:
+            NotReady: its files cannot be used.
+        """
+        return self.folder is not None and not (now := self._current()).revoked.isdisjoint(_numbers(now.chain))
+
     # ---- speaking -----------------------------------------------------------------------------------------
 
     def channel(

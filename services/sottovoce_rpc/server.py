@@ -29,8 +29,8 @@ from sottovoce_rpc.decoding import Decoding
 from sottovoce_rpc.logs import tell_no_texts
 from sottovoce_rpc.loopback import served
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import handshake
-from sottovoce_rpc.tasks import Tasks, drained
+from sottovoce_rpc.status import handshake, nobody
+from sottovoce_rpc.tasks import Tasks, beside, drained
 
 _DRAIN_S = 3.0
 _GRACE_S = 0.5
@@ -93,32 +93,46 @@ def channel(
     return credentials.channel(address, whom, name, CHANNEL_OPTIONS)
 
 
-async def reach(to: Channel, who: str, seconds: float) -> None:
+async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool], None] | None = None) -> None:
     """Wait until a service is there.
 
     Args:
         to: leads to it.
         who: it is, for people.
         seconds: to wait.
+        tell: called with why it is not, as soon as that is known, and whether that is for waiting to mend (False), or not (True).
 
     Raises:
         Unavailable: it is not there by then, and why, as far as that is known.
     """
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds), beside(*([] if tell is None else [_wondering(to, tell)])):
             await to.channel_ready()
     except TimeoutError:
-        why = await _why_not(to) or "is it running, and is the address right?"
+        why = handshake(await _why_not(to)) or "is it running, and is the address right?"
         raise Unavailable(f"cannot reach {who} within {seconds:g} s: {why}") from None
 
 
+async def _wondering(to: Channel, tell: Callable[[str, bool], None]) -> None:
+    """Tell each reason once, at the first failure that shows it."""
+    told = ""
+    while True:
+        if (state := to.get_state(try_to_connect=True)) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            text = await _why_not(to)
+            why = handshake(text) or nobody(text)
+            if why not in ("", told):
+                told = why
+                tell(why, bool(handshake(text)))
+        await to.wait_for_state_change(state)
+
+
 async def _why_not(to: Channel) -> str:
-    """What the ends of a channel have against each other; empty: nothing is known."""
+    """How the last try to reach the other end of a channel failed, in gRPC's words; empty: nothing is known."""
     stub: Any = health_pb2_grpc.HealthStub(to)
     try:
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=HELLO_S)
     except grpc.aio.AioRpcError as error:
-        return handshake(error.details() or "")
+        return error.details() or ""
     return ""
 
 

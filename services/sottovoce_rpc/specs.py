@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
 
 from sottovoce.errors import RemoteProtocolError, SpecError
+from sottovoce.network.roster import in_short
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.spec_versions import stamped, tolerated
 from sottovoce_rpc.server import MAX_MESSAGE
@@ -84,3 +85,23 @@ def require_run_id(run_id: str) -> None:
         raise RemoteProtocolError(
             f"a run id must be letters, digits, dots, dashes and underscores, at most 128, got {run_id[:200]!r}"
         )
+
+
+def run_named(given: str, known: Iterable[str]) -> str:
+    """The id of a run of which somebody gives as much as tells it from others; what begins none is returned as it is.
+
+    Args:
+        given: an id, or its beginning; empty: none.
+        known: ids.
+
+    Raises:
+        SpecError: several begin with it.
+    """
+    ids = list(dict.fromkeys(known))
+    found = [each for each in ids if given and each.startswith(given)]
+    if given in ids or len(found) < 2:
+        return given if given in ids or not found else found[0]
+    raise SpecError(
+        f"a run's id, or a beginning that no other one has, is required, got {given!r}, with which several begin: "
+        f"{in_short(found)}"
+    )

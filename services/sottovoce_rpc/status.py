@@ -176,7 +176,7 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
     text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _BROKEN:
-        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or _nobody(text) or text}")
+        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or nobody(text) or text}")
     info = _info(refusal)
     if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"{who} does not know this call: another service listens there, or a much older one"
@@ -232,6 +232,6 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     return None
 
 
-def _nobody(text: str) -> str:
+def nobody(text: str) -> str:
     """Why there is nobody, where gRPC's words say so; else empty."""
     return next((words for sign, words in _NOBODY if sign.search(text)), "")

@@ -79,6 +79,16 @@ def test_plain_lines(plain: tuple[Console, bool]) -> None:
     )
 
 
+def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> None:
+    for console, asked in (plain, (terminal(), False)):
+        with run_console("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
+            for done in (0, 1, 250):
+                shown.update(replace(look(done), run_id="mushrooms-0123456789ab"), "running", overheard=None)
+        text = written(console)
+        assert text.count("run mushrooms-0123456789ab") == 1
+        assert text.index("run mushrooms-0123456789ab") < text.index("0/500")
+
+
 def test_where_nobody_listens_nothing_is_said_of_it() -> None:
     console = piped()
     with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -99,6 +100,25 @@ def test_an_identity_that_ends_soon_or_cannot_be_used(tmp_path: Path) -> None:
     assert (lost.state, "tls.key" in lost.text) == ("wrong", True)
     (open_to_all,) = doctor._identity(Credentials(insecure=True))
     assert open_to_all.state == "warning"
+
+
+async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:
+    """By the list beside it; and where only that of a service has it, by what the service says."""
+    ids = Identities(tmp_path / "ids")
+    own, coordinator = ids.at("operator/alice"), ids.at("coordinator/main")
+    ids.authority.revoke("operator/alice")
+    shutil.copy(ids.authority.folder / REVOKED, coordinator / REVOKED)
+    async with network(tmp_path, [], identities=ids) as up:
+        asked = Patient(up.operator, [(Role.COORDINATOR, up.coordinator)])
+        unlisted = await examine(asked)
+        shutil.copy(ids.authority.folder / REVOKED, own / REVOKED)
+        listed = await examine(Patient(Credentials(own)))
+    assert of(unlisted, "identity").state == "well"
+    refused = of(unlisted, f"coordinator {up.coordinator}")
+    assert (refused.state, "this identity was revoked, or is of another" in refused.text) == ("wrong", True)
+    found = of(listed, "identity")
+    assert (found.state, "was revoked, by crl.pem" in found.text) == ("wrong", True)
+    assert show(listed, Console(quiet=True)) == 1
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

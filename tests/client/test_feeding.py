@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
+import structlog.testing
 from rich.console import Console
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
@@ -39,7 +39,7 @@ from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from sottovoce_wire.v1.learner_pb2 import SampleBatch
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
-from tests.services.network import Network, network
+from tests.services.network import PATIENCE_S, Network, network
 
 SECRET = 31_337
 LINE = json.dumps(RECORD)
@@ -262,6 +262,23 @@ def command(up: Network, *arguments: str, **more: Any) -> subprocess.Popen[str]:
 async def ended(process: subprocess.Popen[str], given: str | None = None) -> tuple[int, str, str]:
     out, error = await asyncio.to_thread(process.communicate, given, 300)
     return process.returncode, out, error
+
+
+async def test_who_is_waited_for_is_said_at_once_and_why() -> None:
+    account, why = Account(), "nobody listens there: is it running, and is the address right?"
+    with structlog.testing.capture_logs() as logs:
+        work = feed([Told()], Target("127.0.0.1:1", patience_s=1_000.0), Terms(), account, asyncio.Event())
+        feeding = asyncio.ensure_future(work)
+        async with asyncio.timeout(PATIENCE_S):
+            while not logs:  # noqa: ASYNC110 - a log is no event
+                await asyncio.sleep(0.01)
+        assert not feeding.done()
+        feeding.cancel()
+        await asyncio.wait([feeding])
+    assert [(each["event"], each["at"], each["why"]) for each in logs] == [
+        ("waiting for the learner", "127.0.0.1:1", why)
+    ]
+    assert account.awaited == f"the learner at 127.0.0.1:1 to be in a run: {why}"
 
 
 def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,10 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
+from sottovoce_client.running.launch import ServiceDied
+from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.summary import Progress
+from sottovoce_rpc.learner_status import LearnerStatus
 
 WITHOUT = {
     "coordinator": "a service",
@@ -166,7 +170,12 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     spec = {**yaml.safe_load(Path("small.yaml").read_text("utf-8")), "capture": "relay"}
     Path("small.yaml").write_text(yaml.safe_dump(spec), "utf-8")
     document = told("up", "small.yaml", "--out", "o", "--tls", "--per-process", "3")
-    assert (document["folder"], document["state"], document["rounds"]) == ("o", "finished", 6)
+    assert (document["folder"], document["state"], document["rounds"], document["rounds_done"]) == (
+        "o",
+        "finished",
+        6,
+        6,
+    )
 
     shown = told("transcript", "show", "o")
     assert [each["run_id"] for each in shown["captures"]] == [document["run_id"]]
@@ -185,6 +194,53 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     repaired = told("ledger", "repair", "o/journals", "--learner", "learner-1")
     assert repaired == {"learner": "learner-1", "charged": 0.0, "epsilon": lines[1]["epsilon"], "kept_in": None}
     assert told("ledger", "moved", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
+
+
+@pytest.mark.parametrize("command", ["up", "run"])
+@pytest.mark.parametrize(
+    ("end", "code", "told_of_it"),
+    [
+        (("failed", "ann is gone since round 2"), 1, ("small-1", "failed", "ann is gone since round 2", 2)),
+        (("stopped", BY_OPERATOR), 130, ("small-1", "stopped", BY_OPERATOR, 2)),
+        (ServiceDied("ann died"), 1, ("small-1", "failed", "ann died", 3)),
+        (
+            Interrupted("stopped before the run had begun"),
+            130,
+            (None, "stopped", "stopped before the run had begun", 3),
+        ),
+    ],
+)
+def test_a_run_without_a_summary_says_how_it_ended(
+    command: str,
+    end: tuple[str, str] | Exception,
+    code: int,
+    told_of_it: tuple[str | None, str, str, int],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(*words: Any, **more: Any) -> Outcome:
+        (watch,) = (each for each in words if callable(each))
+        none, counts = (None,) * 3, (3, 4, 5)
+        if not isinstance(end, Interrupted):
+            watch(Progress(1.0, counts, none, (0.0,) * 3, counts, run_id="small-1"), "running")
+        if isinstance(end, Exception):
+            raise end
+        statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2 + i) for i in range(3))
+        return Outcome("small-1", *end, 1.0, statuses, (), None, none)
+
+    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    document, (run_id, state, detail, done) = told(command, "small.yaml", "--out", "o", code=code), told_of_it
+    assert document == {
+        "folder": "o",
+        "name": "small",
+        "run_id": run_id,
+        "state": state,
+        "detail": detail,
+        "rounds": 6,
+        "rounds_done": 0 if isinstance(end, Interrupted) else done,
+        "capture": None,
+    }
 
 
 def test_models_and_figures_of_a_simulation(folder: Path) -> None:

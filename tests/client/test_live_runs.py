@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from typer.testing import CliRunner
 import sottovoce as sv
 from sottovoce.errors import SpecError
 from sottovoce.experiment import prepare
+from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.running.conduct import conduct
+from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.launch import run_up
+from sottovoce_client.running.local import LocalServices
 from tests.examples import small_spec
-from tests.services.network import network
+from tests.services.network import PATIENCE_S, network
 
 LIVE = {"source": "live", "features": 2, "batch_size": 5}
 CLOCK = {"mode": "paced", "period_s": 0.01}
@@ -83,7 +88,21 @@ def test_a_spec_with_all_its_defaults_is_the_same_spec() -> None:
     assert sv.Experiment(**yaml.safe_load(experiment.to_yaml())) == experiment
 
 
-def test_up_says_where_records_go_and_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_says_where_records_go_and_what_they_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what takes long: services that start, and the summary."""
+    said, making = "", "making the summary and the report ...\n"
+
+    def slowly(*words: Any) -> Any:
+        nonlocal said
+        until = time.monotonic() + PATIENCE_S
+        while making not in said and time.monotonic() < until:
+            said += capsys.readouterr().out
+        return summarise(*words)
+
+    monkeypatch.setattr(terminal, "LONG_S", 0.0)
+    monkeypatch.setattr("sottovoce_client.running.conduct.summarise", slowly)
     spec = small_spec(60, ["north", "south"], data=LIVE, clock=CLOCK)
 
     async def start(prepared: Any, watch: Any, stop: asyncio.Event) -> Any:
@@ -100,14 +119,32 @@ def test_up_says_where_records_go_and_what_they_cost(tmp_path: Path, capsys: pyt
         return outcome
 
     assert conduct(prepare(spec, live=True), tmp_path, start) == 0
-    said = capsys.readouterr().out
     assert "north takes records at 127.0.0.1:" in said
+    assert "starting a coordinator, 2 learners ...\n" in said and said.endswith(making)
     summary = json.loads((tmp_path / "summary.json").read_text())
     north, south = summary["learners"]
     assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
     assert north["event"] == north["record"] == pytest.approx(north["spent"])
     assert (north["event"] > 0.0, south["event"]) == (True, 0.0)
     assert len(north["event_curve"]) == 60
+
+
+def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
+    spec = small_spec(3, 6, capture="relay")
+    planned = [LocalServices(spec, tmp_path, per_process=each).planned for each in (1, 4, 6)]
+    assert planned == [
+        f"a coordinator and an eavesdropper, 6 learners{of}" for of in ("", " in 2 processes", " in 1 process")
+    ]
+
+
+def test_what_does_not_take_long_is_not_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "LONG_S", 1_000.0)
+    with terminal.said_if_long("something"):
+        (timer,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
+    timer.join(PATIENCE_S)
+    assert not timer.is_alive() and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["told", "spent", "kept"])

@@ -78,12 +78,22 @@ def test_gaps_are_read_from_a_capture_that_anybody_may_have_written(
     path = tmp_path / "capture.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
     assert gaps_in(outcome(str(tmp_path))) == words
-    lines = [f"The capture has 1 gap; the first: {words[0]}"] if words else []
+    lines = [f"The capture has 1 gap: {words[0]}"] if words else []
     assert list(not_captured(outcome(str(tmp_path)))) == lines
     assert list(not_captured(replace(outcome(str(tmp_path)), capture_error="No space left on device"))) == [
         "The capture is not complete: No space left on device",
         *lines,
     ]
+
+
+def test_gaps_are_told_of_all_learners_as_far_as_there_is_room(tmp_path: Path) -> None:
+    asyncio.run(captured(tmp_path, [row(frame(0, 1), 0, 1)]))
+    path = tmp_path / "capture.json"
+    gaps = [{"sender": i % 2, "from": i, "to": i + 1} for i in range(12)]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
+    (line,) = not_captured(outcome(str(tmp_path)))
+    first = "The capture has 12 gaps: learner 0, rounds 0 to 0; learner 1, rounds 1 to 1; "
+    assert line.startswith(first) and line.endswith("learner 1, rounds 9 to 9; and 2 more")
 
 
 def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -> None:
@@ -100,7 +110,7 @@ def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -
 def test_what_a_capture_lacks_is_on_the_page() -> None:
     lines = (
         "The capture is not complete: <the disk> is full",
-        "The capture has 2 gaps; the first: learner 1, rounds 3 to 8",
+        "The capture has 2 gaps: learner 1, rounds 3 to 8; learner 0, rounds 12 to 13",
     )
     for made in (summary(), replace(summary(), capture=None)):
         text = run_page(replace(made, not_captured=lines)).html()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +25,8 @@ from sottovoce_client.running import known, status
 from sottovoce_client.running.status import Asked, Status, document, look, progress_line, show
 from sottovoce_client.web.services import Places
 from sottovoce_client.web.view import Course, History, Look, RunView, run_view
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc import early
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState
@@ -69,6 +72,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     identities = Identities(tmp_path / "ids") if tls else None
     spec = small_spec(1000, NAMES, clock=PACED, capture="relay", name="wards", privacy={"budget": 1e6})
     async with network(tmp_path, NAMES, identities=identities) as up:
+        await up.until_here("ann")
         idle = await look(Asked(learners=(up.addresses["ann"],), credentials=up.operator))
         empty = await look(Asked(Places(up.coordinator, up.eavesdropper), credentials=up.operator))
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -83,7 +87,9 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         assert seen.run is not None
         await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
-        over = await look(Asked(Places(up.coordinator), run=seen.run.run_id, credentials=up.operator))
+        places, begins = Places(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
+        over = await look(Asked(places, run=begins, credentials=up.operator))
+        assert over.run is not None and [each.run_id for each in over.captures] == [over.run.run_id]
 
     (ann,) = idle.learners
     assert rows(printed(idle))["ann"][:3] == ["in", "no", "run"] and not idle.faults and ann[1].run_id == ""
@@ -106,7 +112,7 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
         assert [(each.rounds, each.round > 0) for _, each in other.learners] == [(None, True)]
     assert alone.run is not None and rows(printed(alone))["ben"][0] == "away"
     assert any(line.startswith("ben is away since") for line in alone.faults)
-    assert over.run is not None and over.run.state == "stopped" and not over.faults
+    assert over.run.state == "stopped" and not over.faults
 
 
 async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
@@ -124,6 +130,40 @@ async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
     ]
     assert "no run 'no-such-run'" in wrong.faults[0]
     assert "does not know this call" in elsewhere.faults[0]
+
+
+async def test_a_learner_says_that_it_does_not_hear_its_coordinator(tmp_path: Path) -> None:
+    spec = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.01, "deadline_s": 100.0})
+    async with network(tmp_path, NAMES, durable=True) as up:
+        own = Asked(learners=(up.addresses["ann"],))
+        run_id = (await up.start(spec, 3)).run_id
+        feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 2)
+        assert "coordinator" not in " ".join((await look(own)).faults)
+        old = await up.cut_coordinator()
+        async with asyncio.timeout(PATIENCE_S):
+            while not (faults := (await look(own)).faults) or "it waits for" not in faults[0]:
+                pass
+        up.coordinating = old
+        await up.restart_coordinator()
+        await up.until_here("ann")
+        async with asyncio.timeout(PATIENCE_S):
+            while (await look(own)).faults:
+                pass
+        feeding.cancel()
+    at = rf"[^;]*{re.escape(up.coordinator)}[^;]*"
+    waits = r"it waits for a (grant of the coordinator|neighbour \(\w+\)) in round \d+"
+    assert re.fullmatch(rf"ann: it has not heard its coordinator since round \d+: {at}; {waits}", faults[0])
+
+
+async def test_a_learner_in_no_run_says_that_no_coordinator_has_let_it_in(tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path))
+    address = await learner.start()
+    try:
+        seen = await look(Asked(learners=(address,)))
+    finally:
+        await learner.stop()
+    assert seen.faults == ("ann: no coordinator has let it in yet: that at 127.0.0.1:1 has not answered yet",)
 
 
 def test_the_command_exits_with_1_where_anything_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,18 @@ def test_a_capture_is_shown(tmp_path: Path) -> None:
     assert "█" in text
 
 
+def test_ids_of_runs_are_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    run = "breast-cancer-ward-0123456789ab"
+    capture(tmp_path / f"{run}-abcdef", run_id=run)
+    capture(tmp_path / f"{run}-abcdeg", run_id=run)
+    text = shown(tmp_path, width=80)
+    assert f" {run}-abcdef " in text and " world " not in text and " run " not in text
+    (tmp_path / f"{run}-abcdeg").rename(tmp_path / "b")
+    (tmp_path / f"{run}-abcdef").rename(tmp_path / "a")
+    text = shown(tmp_path, width=80)
+    assert f" {run} " in text and " a " in text
+
+
 def test_learners_are_shown_by_their_names(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, ["Krankenhaus Süd", "north"]).spec.model_dump(mode="json"))
     place = capture(tmp_path, [row(frame(0, 0), 0, 1), row(frame(0, 1), 1, 0)], spec=spec, n_features=3)

@@ -284,9 +284,9 @@ def test_a_learner_that_gave_up_waiting_is_not_blamed_for_it() -> None:
     running(held)
     held.left(2, NOW)
     held.report(status("b", RUNNING, 3), Waiting(3, Cause.NEIGHBOUR, (2,)))
-    failed = status("a", LearnerState.FAILED, 3, detail="waited 60 s for a neighbour [1] in round 3")
+    failed = status("a", LearnerState.FAILED, 3, detail="waited 60 s for a neighbour (b) in round 3")
     held.report(failed, Waiting(3, Cause.NEIGHBOUR, (1,)))
-    assert held.detail == "c is gone since round 0: a waited 60 s for a neighbour [1] in round 3"
+    assert held.detail == "c is gone since round 0: a waited 60 s for a neighbour (b) in round 3"
 
 
 def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:

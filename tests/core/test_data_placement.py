@@ -156,6 +156,8 @@ def test_classes_default_to_labels() -> None:
 def test_learner_without_records_is_refused_with_advice() -> None:
     with pytest.raises(SpecError, match=r"rome \(index 2\) gets none: take fewer learners"):
         place(run_spec(learners=("bern", "oslo", "rome")), numbered(3))
+    with pytest.raises(SpecError, match=r"and rome \(index 2\), wien \(index 3\) get none: take fewer learners"):
+        place(run_spec(learners=("bern", "oslo", "rome", "wien")), numbered(3))
 
 
 # ---- held-out part and scaling ---------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def test_learner_names_of_the_file_are_those_of_the_run() -> None:
             DataError,
             "row 2 .*must be one of a, b, got 'mars'",
         ),
-        ({"learner": column(0, 0, 0)}, SpecError, r"b \(index 1\) gets none: give it rows in the column 'learner'"),
+        ({"learner": column(0, 0, 0)}, SpecError, r"b \(index 1\) gets none: give each rows in the column 'learner'"),
     ],
 )
 def test_explicit_placement_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:

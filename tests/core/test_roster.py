@@ -353,7 +353,7 @@ def test_an_absent_learner_goes_on_alone_without_noise() -> None:
 
 def test_records_in_a_round_away_are_refused() -> None:
     everybody = spec_of(None)
-    with pytest.raises(DataError, match=r"ben must have no records in rounds in which it is away, got some in round 8"):
+    with pytest.raises(DataError, match="in rounds in which they are away, got some of ben in round 8: place"):
         next(simulate(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
 
 

@@ -14,6 +14,7 @@ from sottovoce.errors import SpecError
 from sottovoce_learner import hosting
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.host_file import hosted, named
+from sottovoce_learner.hosting import Host
 
 pytestmark = pytest.mark.each
 
@@ -138,3 +139,24 @@ def test_many_learners_get_the_open_files_that_they_need(limits: tuple[int, int]
         hosting._make_room(hard)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     assert [(each["event"], each["allowed"]) for each in said] == [("few open files are allowed", hard)]
+
+
+async def test_several_learners_are_announced_before_they_start(tmp_path: Path) -> None:
+    """Hundreds take a while."""
+
+    class Starting:
+        def __init__(self, name: str, logs: list[Any]) -> None:
+            self.config, self._logs = LearnerConfig(name, "127.0.0.1:1", state_folder=tmp_path), logs
+
+        async def start(self) -> str:
+            assert [(each["event"], each["learners"]) for each in self._logs] == [("starting", 2)]
+            return "127.0.0.1:7"
+
+        async def follow(self, address: str) -> None:
+            """Never asked for."""
+
+        async def stop(self) -> None:
+            """Nothing to end."""
+
+    with capture_logs() as said:
+        await Host([Starting(name, said) for name in ("north", "south")]).start()

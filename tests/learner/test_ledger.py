@@ -216,6 +216,9 @@ async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
     show_ledger(tmp_path, None, Console(file=out, width=160))
     total = next(line for line in out.getvalue().splitlines() if "all runs" in line)
     assert total.split()[-2:] == ["7", f"{spent:.4g}"]
+    await spend(session(tmp_path, "breast-cancer-ward-0123456789ab"), 3)
+    show_ledger(tmp_path, None, Console(file=(narrow := io.StringIO()), width=80))
+    assert " breast-cancer-ward-0123456789ab " in narrow.getvalue()
     with pytest.raises(SpecError, match=r"no runs of 'bo' .* runs of: learner-0"):
         show_ledger(tmp_path, "bo", Console(file=out))
 

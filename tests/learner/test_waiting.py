@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sottovoce.spec import ClockSpec
-from sottovoce_learner.waiting import Wait, waiting
+from sottovoce_learner.waiting import Wait, in_words, waiting
 from sottovoce_rpc.waiting import Cause, Waiting
 from sottovoce_wire.v1 import coordinator_pb2
 
@@ -56,3 +56,10 @@ def test_what_is_waited_for_crosses_the_wire(cause: Cause) -> None:
 def test_no_wait_and_one_that_is_unknown_here_are_none() -> None:
     assert Waiting.from_wire(coordinator_pb2.Report()) is None
     assert Waiting.from_wire(coordinator_pb2.Report(waiting=coordinator_pb2.Wait(round=1))) is None
+
+
+def test_who_is_waited_for_is_named() -> None:
+    names = [f"ward-{i}" for i in range(20)]
+    assert in_words(Waiting(7, Cause.GRANT), names) == "a grant of the coordinator in round 7"
+    assert in_words(Waiting(7, Cause.NEIGHBOUR, (3, 0)), names) == "a neighbour (ward-3, ward-0) in round 7"
+    assert in_words(Waiting(7, Cause.NEIGHBOUR, tuple(range(20))), names).endswith(", ward-9 and 10 more) in round 7")

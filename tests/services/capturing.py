@@ -58,10 +58,10 @@ def said_again(capture: Capture) -> list[bytes]:
 
 
 async def captured(
-    folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", **more: Any
+    folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", run_id: str = "run-1", **more: Any
 ) -> CaptureFile:
     """A capture of these records, in one part."""
-    file = CaptureFile(folder, "cap", "run-1", spec, **{"fields": SHAPES, **more})
+    file = CaptureFile(folder, "cap", run_id, spec, **{"fields": SHAPES, **more})
     for each in rows:
         file.add(each)
     await file.flush()

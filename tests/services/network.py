@@ -174,17 +174,22 @@ class Network:
                     return
                 await asyncio.sleep(0.01)
 
+    async def cut_coordinator(self) -> Coordinator:
+        """End the coordinator as if it were killed: it tells nobody, and writes nothing."""
+        old = self.coordinating
+        assert old is not None and old.service is not None
+        await old._tasks.end()
+        await old.service.server.stop(None)
+        old._store.close()
+        return old
+
     async def restart_coordinator(self, *, lose: bool = False) -> None:
         """End the coordinator as if it were killed: it tells nobody, and writes nothing; another takes its place.
 
         Args:
             lose: its state folder is lost with it.
         """
-        old = self.coordinating
-        assert old is not None and old.service is not None
-        await old._tasks.end()
-        await old.service.server.stop(None)
-        old._store.close()
+        old = await self.cut_coordinator()
         if lose and old.config.state is not None:
             shutil.rmtree(old.config.state, ignore_errors=True)
         self.coordinating = Coordinator(replace(old.config, listen=self.coordinator))

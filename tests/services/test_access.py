@@ -9,18 +9,25 @@ from typing import Any, cast
 
 import grpc
 import pytest
+import structlog.testing
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce.errors import Unavailable
 from sottovoce.running.policy import Policy
+from sottovoce_client import terminal
+from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
+from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import exchange
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.exchange import _hello
 from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
+from sottovoce_rpc import early
 from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
@@ -32,6 +39,7 @@ from tests.services.identities import Identities, raw_channel
 from tests.services.network import PATIENCE_S, Network, network, refused
 
 NAMES = ["ann", "ben", "cleo"]
+NOBODY = "127.0.0.1:1"
 HOUSES = {
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
     "eavesdropper": eavesdropper_pb2.DESCRIPTOR.services_by_name["Eavesdropper"],
@@ -201,6 +209,48 @@ async def test_a_copy_is_of_whoever_sends_it(tmp_path: Path) -> None:
             call: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
             with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not speak for ben"):
                 await call(iter([copy]), timeout=PATIENCE_S)
+
+
+async def test_a_wrong_certificate_is_told_at_the_first_failure_that_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a learner whose coordinator is of another authority, and by what it says of itself; it goes on waiting."""
+    monkeypatch.setattr(early, "EARLY_S", 1_000.0)
+    ours, theirs = Identities(tmp_path / "ours"), Identities(tmp_path / "theirs")
+    coordinator = Coordinator(CoordinatorConfig(credentials=theirs.of("coordinator/main")))
+    at, folder = await coordinator.start(), tmp_path / "state"
+    learner = Learner(LearnerConfig("ann", at, state_folder=folder, credentials=ours.of("learner/ann")))
+    with structlog.testing.capture_logs() as logs:
+        following = asyncio.ensure_future(learner.follow(await learner.start()))
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(each["event"] == "waiting for the coordinator" for each in logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not following.done()
+        status = learner._told()
+        following.cancel()
+        await asyncio.wait([following])
+        await learner.stop()
+        await coordinator.stop()
+    (told,) = (each for each in logs if each["event"] == "waiting for the coordinator")
+    assert told["why"].startswith("its certificate is of ") and told["at"] == at
+    assert status.detail == f"no coordinator has let it in yet: that at {at}: {told['why']}"
+
+
+async def test_who_feeds_is_told_at_once_that_a_learner_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, said = Identities(tmp_path / "ids"), asyncio.Queue[str]()
+    monkeypatch.setattr(terminal, "say", said.put_nowait)
+    learner = Learner(LearnerConfig("ben", NOBODY, state_folder=tmp_path / "s", credentials=ids.of("learner/ben")))
+    at = await learner.start()
+    records = made_up(small_spec(5, ["ann"])).learners[0]
+    work = feed(at, "run-1", records, learner="ann", credentials=ids.of("operator/alice"))
+    feeding = asyncio.ensure_future(work)
+    told = await asyncio.wait_for(said.get(), PATIENCE_S)
+    feeding.cancel()
+    await asyncio.wait([feeding])
+    await learner.stop()
+    assert told.startswith(f"waiting for ann at {at}: somebody else is there: its certificate names another one")
 
 
 def test_the_page_shows_the_table() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -18,12 +19,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec
+from sottovoce_client.running.console import run_console
 from sottovoce_client.running.evaluate import gaps_in
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.running.known import show_run
+from sottovoce_client.running.operate import Outcome, run_on
+from sottovoce_client.running.summary import Progress
 from sottovoce_coordinator import captures
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
@@ -35,11 +40,12 @@ from sottovoce_eavesdropper.resuming import resumed
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner import mirror as mirrors
+from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import answering
-from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import said_again
 from tests.services.network import PATIENCE_S, network
@@ -413,6 +419,46 @@ async def test_a_capture_that_is_not_closed_is_said(tmp_path: Path) -> None:
         assert not capture.complete
     assert outcome.state == "finished"
     assert outcome.capture_error.startswith(f"cannot reach the eavesdropper at {up.eavesdropper}")
+
+
+async def test_an_eavesdropper_that_goes_and_comes_back_is_said_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `run`, once each time, by `runs show` and by the metrics; what is written down of the run has nothing of it."""
+    monkeypatch.setattr(captures, "_KEPT_S", 0.02)
+    spec, shown, said = spec_of().model_copy(update={"rounds": 100_000}), io.StringIO(), io.StringIO()
+    async with network(tmp_path, NAMES) as up:
+        went, came, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        with run_console("run", spec.rounds, spec.names, console=Console(file=shown)) as console:
+
+            def watch(progress: Progress, state: str) -> None:
+                console.update(progress, state, overheard=None)
+                if progress.uncaptured:
+                    went.set()
+                elif went.is_set():
+                    came.set()
+
+            running = asyncio.ensure_future(run_on(up.coordinator, spec, made_up(spec), watch, stop))
+            await up.until("ann", LearnerState.RUNNING, 30)
+            old, coordinating = up.eavesdropping, up.coordinating
+            assert old is not None and old.service is not None and coordinating is not None
+            await old.service.server.stop(None)
+            await asyncio.wait_for(went.wait(), PATIENCE_S)
+            (course,) = coordinating._courses.under_way
+            await show_run(up.coordinator, course.book.run_id, Console(file=said, width=200))
+            kept = coordinator_pb2.Run.FromString(course.record())
+            (uncaptured,) = (each for each in coordinating.readings(Refusals()) if "uncaptured" in each.metric.name)
+            await old.stop()
+            up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
+            await up.eavesdropping.start()
+            await asyncio.wait_for(came.wait(), PATIENCE_S)
+            stop.set()
+            await asyncio.wait_for(running, PATIENCE_S)
+    why = f"nothing is captured now: cannot reach the eavesdropper at {up.eavesdropper}"
+    lines = [line for line in shown.getvalue().splitlines() if "captured" in line]
+    assert lines[0].startswith(why) and lines[1:] == ["the run is captured again: its eavesdropper is back"]
+    assert why in said.getvalue() and kept.capture_error == ""
+    assert uncaptured.value == 1
 
 
 @pytest.mark.parametrize("off", [True, False], ids=["middle", "end"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,8 @@ async def test_a_run_is_taken_up_with_what_it_was_started_with(tmp_path: Path) -
     assert spec.startswith(
         f"run {run_id} is of another spec or other records, by the ledgers of ann, ben, cleo: take it up"
     )
-    assert name.startswith(f"learner 'ann' must have the log of run 'small-0', got that of run {run_id!r}: ")
+    got = ", ".join(f"that of run {run_id!r} with {each}" for each in NAMES)
+    assert name.startswith(f"each learner must have the log of run 'small-0', got {got}: ")
 
 
 async def test_a_learner_without_the_log_of_a_run_does_not_begin_it_anew(tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ async def test_a_learner_without_the_log_of_a_run_does_not_begin_it_anew(tmp_pat
         up.folder = tmp_path / "new"
         await up.join("cleo", first.noise)
         assert (await not_recovered(up, run_id, first.spec)).startswith(
-            f"learner 'cleo' must have the log of run {run_id!r}, got none: "
+            f"each learner must have the log of run {run_id!r}, got none with cleo: "
         )
 
 
@@ -294,9 +296,9 @@ async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path
             await up.until(name, LearnerState.FAILED)
         details = [(await up.status(name)).detail for name in NAMES]
         feeding.cancel()
-    assert [detail.rpartition(" ")[0] for detail in details] == [
-        "waited 4 s for a grant of the coordinator in round"
-    ] * 3
+    own, alone = zip(*(detail.split("; ", 1) for detail in details), strict=True)
+    assert [each.rpartition(" ")[0] for each in own] == ["waited 4 s for a grant of the coordinator in round"] * 3
+    assert all(re.match(r"it has not heard its coordinator since round \d+: .* --recover", each) for each in alone)
 
 
 async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:

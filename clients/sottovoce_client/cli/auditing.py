@@ -324,7 +324,9 @@ def watch(
     eavesdropper: Annotated[
         str | None, address(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
     ] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Which run; with --eavesdropper.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN_ID", help="Which run, its id or its beginning; with --eavesdropper.")
+    ] = None,
     learner: Annotated[
         list[str] | None,
         typer.Option(help="Watch this learner; repeat for several. You need its records.", show_default="all"),

@@ -10,7 +10,9 @@ import typer
 
 from sottovoce_client.cli.app import HERE, AsJson, Coordinator, IdentityFolder, Insecure, address, app, runs_app
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="As `runs list` shows it.", show_default=False)]
+RunId = Annotated[
+    str, typer.Argument(metavar="RUN", help="As `runs list` shows it, or its beginning.", show_default=False)
+]
 
 
 @runs_app.command("list")
@@ -58,7 +60,10 @@ def stop_run(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on."""
+    """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on.
+
+    Refused where it is over: it says how.
+    """
     from sottovoce_client.running import known
     from sottovoce_rpc.credentials import Credentials
 
@@ -138,7 +143,10 @@ def status(
     run: Annotated[
         str,
         typer.Option(
-            "--run", metavar="RUN", help="Look at this run.", show_default="the newest, if possible under way"
+            "--run",
+            metavar="RUN",
+            help="Look at this run: its id, or its beginning.",
+            show_default="the newest, if possible under way",
         ),
     ] = "",
     coordinator: Annotated[

@@ -116,7 +116,12 @@ def run(
     out: Out = None,
     canaries: Canaries = 0,
     resume: Annotated[
-        str, typer.Option(metavar="RUN", help="Take up this run of the spec, which failed.", show_default=False)
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up this run of the spec, which failed: its id, or its beginning.",
+            show_default=False,
+        ),
     ] = "",
     recover: Annotated[
         str,
@@ -299,7 +304,6 @@ def _conduct(
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce.experiment import PAUSES
     from sottovoce.spec import dump_spec
-    from sottovoce_client import terminal
     from sottovoce_client.running.conduct import conduct
 
     prepared = prepared_from(spec, live=True)
@@ -311,9 +315,4 @@ def _conduct(
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    code = conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching))
-    if (folder / "summary.json").exists():
-        terminal.tell_file(folder / "summary.json")
-    else:  # it was not run to an end: words say why
-        terminal.tell(lambda: {"folder": folder, "state": None})
-    raise typer.Exit(code)
+    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))

@@ -57,8 +57,14 @@ class Target:
     patience_s: float = 60.0
     allow_imports: bool = False
 
-    def connect(self, source: str) -> connect_learner:
-        """For one source."""
+    def connect(self, source: str, account: Account) -> connect_learner:
+        """For one source; why it is waited for stands in the log at once, and in the account."""
+        account.awaited = awaited = f"the learner at {self.address} to be in a run"
+
+        def waits(why: str) -> None:
+            account.awaited = f"{awaited}: {why}"
+            log.warning("waiting for the learner", at=self.address, why=why)
+
         return connect_learner(
             self.address,
             source=source,
@@ -67,6 +73,7 @@ class Target:
             insecure=self.insecure,
             patience_s=self.patience_s,
             allow_imports=self.allow_imports,
+            tell=waits,
         )
 
     def source_of(self, part: Part) -> str:
@@ -133,9 +140,8 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()
-        account.awaited = f"the learner at {target.address} to be in a run"
         for source in sources:
-            learner = await unless(stop, stack.enter_async_context(target.connect(source)))
+            learner = await unless(stop, stack.enter_async_context(target.connect(source, account)))
             if learner is None:
                 return
             learners.append(learner)

@@ -125,9 +125,9 @@ def print_summary(account: Account, seconds: float, console: Console, *, failed:
 
 def _summary(account: Account, seconds: float, *, failed: bool = False) -> Iterator[Text]:
     if not account.run_id:
-        yield Text(
-            "Nothing was fed." if failed else f"Nothing was fed: told to end while it waited for {account.awaited}."
-        )
+        stop = "" if account.awaited.endswith("?") else "."
+        told = f"Nothing was fed: told to end while it waited for {account.awaited}{stop}"
+        yield Text("Nothing was fed." if failed else told)
         return
     speed = number(account.fed / seconds if seconds else 0.0, 3)
     fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")

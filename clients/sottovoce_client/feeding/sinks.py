@@ -92,7 +92,6 @@ class Sinks:
             SottovoceError: as `connect_learner`, and where a map does not fit.
         """
         self.account.kept = "sent back"
-        self.account.awaited = f"the learner at {self.target.address} to be in a run"
         await self._sink(self.target.source)
         self._tasks.start(self._look())
         return self
@@ -218,7 +217,7 @@ class Sinks:
         """Connected, under a name."""
         if (sink := self._sinks.pop(source, None)) is None:
             await self._make_room()
-            connection = self.target.connect(source)
+            connection = self.target.connect(source, self.account)
             learner = await connection.__aenter__()
             try:
                 sieve = self.terms.sieve(learner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         patience_s: how long the learner may be away, or between two runs, before a call fails.
         allow_imports: import code that the run's spec names (`module:Class`); whoever starts runs can then have any installed
             code run here.
+        tell: called with why the learner is waited for, as soon as that is known (default: nobody is told).
 
     Raises:
         SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
@@ -62,10 +64,12 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         insecure: bool = False,
         patience_s: float = 60.0,
         allow_imports: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         folder = None if identity is None else Path(identity)
         self._at = At(address, name, Credentials(folder, insecure))
         self._source, self._patience_s, self._imports = source, patience_s, allow_imports
+        self._tell, self._told = tell, ""
         self._tasks = Tasks()
         self._channel: Any = None
 
@@ -73,13 +77,19 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         at = self._at
         self._channel = at.channel()
         try:
-            await reach(self._channel, f"the learner at {at.address}", min(CONNECT_S, self._patience_s))
+            who, seconds = f"the learner at {at.address}", min(CONNECT_S, self._patience_s)
+            await reach(self._channel, who, seconds, lambda why, _: self._waits(why))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
             return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports)
         except BaseException:
             await self._channel.close()
             raise
+
+    def _waits(self, why: str) -> None:
+        if self._tell is not None and why != self._told:
+            self._told = why
+            self._tell(why)
 
     async def _in_a_run(self, stub: Any) -> learner_pb2.IntakeResponse:
         """Wait until it is in one."""
@@ -93,6 +103,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
                 error = self._at.error(failure)
                 if not isinstance(error, NotReady):
                     raise error from None
+                self._waits(str(error))
                 if asyncio.get_running_loop().time() > until:
                     raise NotReady(f"the learner at {self._at.address} does not take records: {error}") from None
             await asyncio.sleep(_NO_RUN_S)

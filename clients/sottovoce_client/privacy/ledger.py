@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from sottovoce.errors import SpecError
+from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.repair import moved, repair, verify
+
+_HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
+_NUMBERS = ("messages", "ε")
+_SPARE = ("accounting", "threat model", "algorithm")
+"""Left out where there is no room for all."""
 
 
 def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
@@ -66,27 +73,11 @@ def show_ledger(
         there = ", ".join(sorted({line.learner for line in ledger.lines()})) or "nobody"
         whose = "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
-    table = terminal.table()
-    for head in ("learner", "run", "algorithm", "threat model", "accounting"):
-        table.add_column(head, overflow="fold")
-    for head in ("messages", "ε"):
-        table.add_column(head, justify="right")
-    for name in sorted({line.learner for line in lines}):
-        own = [line for line in lines if line.learner == name]
-        for line in own:
-            table.add_row(
-                line.learner,
-                line.run_id,
-                line.algorithm,
-                *_promise(line, allow_imports),
-                count(line.said),
-                number(line.spent),
-            )
-        if len(own) > 1:
-            total = number(math.fsum(line.spent for line in own))
-            table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
-        table.add_section()
-    (console or terminal.console()).print(table)
+    console = console or terminal.console()
+    table, left_out = terminal.fitted(console.width, _HEADS, _rows(lines, allow_imports), right=_NUMBERS, spare=_SPARE)
+    console.print(table)
+    if left_out:
+        console.print(f"a wider terminal shows {', '.join(left_out)}, too; so does --json")
     terminal.tell(
         lambda: [
             {"learner": each.learner, "run": each.run_id, "algorithm": each.algorithm}
@@ -95,6 +86,20 @@ def show_ledger(
             for each in lines
         ]
     )
+
+
+def _rows(lines: Sequence[LedgerLine], imports: bool) -> list[tuple[str, ...]]:
+    """A row for each run, and one for all of a learner that was in several."""
+    rows: list[tuple[str, ...]] = []
+    for name in sorted({line.learner for line in lines}):
+        own = [line for line in lines if line.learner == name]
+        for line in own:
+            counts = count(line.said), number(line.spent)
+            rows.append((plain(name), plain(line.run_id), plain(line.algorithm), *_promise(line, imports), *counts))
+        if len(own) > 1:
+            total = number(math.fsum(line.spent for line in own))
+            rows.append((plain(name), "all runs", "", "", "", count(sum(line.said for line in own)), total))
+    return rows
 
 
 def _known(text: str) -> str | None:

@@ -12,6 +12,7 @@ from sottovoce.data.folders import data_folders
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_text
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
@@ -26,7 +27,7 @@ _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcom
 
 
 def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
-    """Run, show, summarise; returns the exit code.
+    """Run, show, summarise, and tell programs that ask; returns the exit code.
 
     0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, or
     the capture could not be written. 130: stopped by the operator.
@@ -39,32 +40,41 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
+    last = list[Progress]()  # the newest look
     with run_console(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
+            last[:] = [progress]
             console.update(progress, state, overheard=sum(progress.messages) if captured else None)
 
         try:
             outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
         except ServiceDied as death:
-            print(plain(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}"))
+            kept = str(folder / "captures") if captured else None
+            overheard = "" if kept is None else f". What was overheard is kept in {kept}"
+            print(plain(f"The run failed: {death}{overheard}"))
+            seen = last[0] if last else Progress(0.0, (), (), (), ())
+            _tell(folder, spec, seen.run_id, "failed", str(death), seen.done, kept)
             return 1
         except Interrupted as told:
             print(plain(f"Nothing was run: {told}"))
+            _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
     if outcome.state != "failed" and (spec.endless or outcome.detail != BY_OPERATOR):
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
-        summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
-        summary.save(folder / "summary.json")
         report = folder / "report.html"
-        run_page(summary).write(report)
+        with terminal.said_if_long("making the summary and the report ..."):
+            summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
+            summary.save(folder / "summary.json")
+            run_page(summary).write(report)
         print_summary(summary, report=report)
         _print_all(summary.not_captured)
+        terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)
         over = outcome.state == "finished" or spec.endless
         return 0 if over and not outcome.capture_error else 1
-    return _cut_short(outcome)
+    return _cut_short(outcome, folder, spec)
 
 
 def again(spec: RunSpec) -> Prepared:
@@ -81,14 +91,31 @@ def _print_all(lines: Iterable[str]) -> None:
         print(plain(line))
 
 
-def _cut_short(outcome: Outcome) -> int:
+def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec) -> int:
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
-    print(plain(f"The run {outcome.state} in round {done}: {outcome.detail}"))
+    print(plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}"))
     if outcome.capture is not None:
         print(plain(f"What was overheard is kept in {outcome.capture}"))
     _print_all(not_captured(outcome))
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
         print(plain(noticed_line(noticed.count, noticed.first)))
+    _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
     return 130 if outcome.detail == BY_OPERATOR else 1
+
+
+def _tell(folder: Path, spec: RunSpec, run_id: str, state: str, detail: str, done: int, capture: str | None) -> None:
+    """A run that has no summary, in the words of one; what is not known is null."""
+    terminal.tell(
+        lambda: {
+            "folder": folder,
+            "name": spec.name,
+            "run_id": run_id or None,
+            "state": state,
+            "detail": detail,
+            "rounds": None if spec.endless else spec.rounds,
+            "rounds_done": done,
+            "capture": capture,
+        }
+    )

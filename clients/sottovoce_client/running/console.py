@@ -113,6 +113,21 @@ class _Pace:
         return duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
 
 
+class _News:
+    """What is said once, when it comes."""
+
+    def __init__(self) -> None:
+        self._run, self._uncaptured = "", ""
+
+    def of(self, progress: Progress) -> Iterator[str]:
+        if progress.run_id != self._run:
+            self._run = progress.run_id
+            yield f"run {progress.run_id}"
+        if progress.uncaptured is not None and progress.uncaptured != self._uncaptured:
+            self._uncaptured = progress.uncaptured
+            yield progress.uncaptured or "the run is captured again: its eavesdropper is back"
+
+
 # ---- lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +138,7 @@ class _Lines:
         self._console, self._rounds, self._clock = console, rounds, clock
         self._pace = _Pace(rounds)
         self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
-        self._said_misconduct = 0
+        self._said_misconduct, self._news = 0, _News()
 
     def say(self, text: str) -> None:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
@@ -131,6 +146,8 @@ class _Lines:
 
     def update(self, progress: Progress, state: str, overheard: int | None) -> None:
         self._pace.look(progress)
+        for line in self._news.of(progress):
+            self.say(line)
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
         known = (self._said_tenth, self._said_state, self._said_misconduct)
@@ -170,8 +187,11 @@ class _Display:
     ) -> None:
         self._live, self._title, self._rounds, self._names, self._budgets = live, title, rounds, names, budgets
         self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
+        self._news = _News()
 
     def update(self, progress: Progress, state: str, overheard: int | None) -> None:
+        for line in self._news.of(progress):  # above the picture, and stays
+            self._live.console.print(Text(line, style="dim"))
         shown_at, shown_state = self._shown
         now = self._clock()
         if now - shown_at < LIVE_SECONDS and state == shown_state:

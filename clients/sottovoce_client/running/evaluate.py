@@ -37,6 +37,9 @@ from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Not
 from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
 
+_NAMED = 10
+"""Gaps of a capture that are told."""
+
 
 def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = None) -> RunSummary:
     """Gather everything that is shown and saved of a run.
@@ -208,7 +211,8 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
     if gaps and _tapped(outcome) is not None:
         yield "The wiretap was started again in the run: the last that it noted before may be missing"
     elif gaps:
-        yield f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}"
+        more = f"; and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
+        yield f"The capture has {plural(len(gaps), 'gap')}: {'; '.join(gaps[:_NAMED])}{more}"
 
 
 def gaps_in(outcome: Outcome) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ import numpy as np
 
 from sottovoce.data import LearnerData
 from sottovoce.errors import NotReady, Unavailable
+from sottovoce_client import terminal
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import Ending, as_error
+from sottovoce_rpc.status import Ending, as_error, handshake
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
@@ -110,7 +111,7 @@ async def feed(
             has failed and the coordinator is.
     """
     patience_s = max(patience_s, _PATIENCE_S)
-    sending, away, refused = _Sending(data, source), _Failing(patience_s), _Failing(patience_s)
+    sending, away, refused, told = _Sending(data, source), _Failing(patience_s), _Failing(patience_s), ""
     now = asyncio.get_running_loop().time
     while not sending.over:
         # A channel of its own for each try: the identity may have been renewed.
@@ -123,6 +124,9 @@ async def feed(
                 continue
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
+                if (why := handshake(error.details() or "")) and why != told:  # waiting alone does not mend it
+                    told = why
+                    terminal.say(f"waiting for {learner or 'the learner'} at {address}: {why}")
         failing = away if isinstance(failure, Unavailable) else refused
         if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
             raise failure
@@ -187,7 +191,7 @@ async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: 
     loop = asyncio.get_running_loop()
     until = loop.time() + patience_s
     while loop.time() < until:
-        asked = stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=_PATIENCE_S)
+        asked = stub.Status(learner_pb2.StatusRequest(), timeout=_PATIENCE_S)
         if (await asked).status.run_id == run_id:
             return
         await asyncio.sleep(0.02)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.errors import NotReady
 from sottovoce.network.roster import Absence
 from sottovoce.plain import plain
 from sottovoce_client import terminal
@@ -66,6 +67,7 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
         "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
         "rounds_done": _rounds(run),
         "capture": run.capture_location or None,
+        "capture_error": run.capture_error or None,
         "learners": [
             {
                 "name": each.status.learner,
@@ -94,18 +96,18 @@ async def show_run(
     planned = json.loads(run.spec)["rounds"]
     told = {
         "state": _state(run),
-        "detail": run.detail,
+        "detail": plain(run.detail),
         "started": _started(run),
         "took": _took(run),
         "rounds": f"{count(_rounds(run))}, no end planned"
         if planned is None
         else f"{count(_rounds(run))} of {count(planned)}",
-        "misconduct": "\n".join(misconduct_lines(run)),
-        "capture": run.capture_location,
+        "misconduct": "\n".join(map(plain, misconduct_lines(run))),
+        "capture": "\n".join(map(plain, filter(None, (run.capture_location, run.capture_error)))),
     }
     for name, text in told.items():
         if text:
-            facts.add_row(name, _said(text))
+            facts.add_row(name, Text(text))
     console.print(_said(run.run_id, style="bold"))
     console.print(facts)
     console.print(_learners(run))
@@ -114,12 +116,18 @@ async def show_run(
 async def stop_run(
     coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """End a run before its last round; one that is over stays as it is.
+    """End a run before its last round.
 
     Raises:
+        NotReady: it is over, and how.
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
-    request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
+    wanted = coordinator_pb2.GetRunRequest(run_id=run_id)
+    before = await asked(coordinator, credentials, lambda stub: stub.GetRun(wanted, timeout=CALL_S))
+    if before.HasField("ended_at"):
+        how = f"{_state(before)}: {before.detail}" if before.detail else _state(before)
+        raise NotReady(f"run {plain(before.run_id)} is over ({plain(how)}): nothing is left to stop")
+    request = coordinator_pb2.StopRunRequest(run_id=before.run_id, reason=BY_OPERATOR)
     run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
     (console or terminal.console()).print(_said(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
     terminal.tell(lambda: _document(run))
@@ -252,7 +260,8 @@ def _said(text: str, style: str = "") -> Text:
 def _table(*heads: str) -> Table:
     table = terminal.table()
     for head in heads:
-        table.add_column(head, overflow="fold", justify="right" if head in ("rounds", "took", "ε spent") else "left")
+        justify: Literal["left", "right"] = "right" if head in ("rounds", "took", "ε spent") else "left"
+        table.add_column(head, overflow="fold", justify=justify, no_wrap=head == "run")  # an id is copied whole
     return table
 
 

@@ -49,7 +49,9 @@ async def run_up(
         ServiceDied: a service died, and the run's outcome with it.
         Interrupted: told to stop before the run had begun.
     """
-    async with LocalServices(spec, folder, **services) as up:
+    local = LocalServices(spec, folder, **services)
+    print(f"starting {local.planned} ...", flush=True)
+    async with local as up:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
         if spec.data.live:

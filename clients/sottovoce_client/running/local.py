@@ -23,6 +23,7 @@ from sottovoce.errors import Unavailable
 from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
+from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.service import DRAIN_S
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.credentials import Credentials
@@ -136,6 +137,14 @@ class LocalServices:
             self._processes.clear()
             if self._identities is not None:  # keys of nobody any more
                 await asyncio.to_thread(shutil.rmtree, self._identities, ignore_errors=True)
+
+    @property
+    def planned(self) -> str:
+        """What is started, in words."""
+        learners, processes = self.spec.n_learners, -(-self.spec.n_learners // self._per_process)
+        hosts = f" in {processes} {'process' if processes == 1 else 'processes'}" if processes < learners else ""
+        ear = "" if self.spec.capture == "none" else " and an eavesdropper"
+        return f"a coordinator{ear}, {plural(learners, 'learner')}{hosts}"
 
     @property
     def learners(self) -> dict[str, str]:

@@ -146,9 +146,9 @@ async def _resumed(
     run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_S)
     if (_but_absences(run.spec), run.n_features) != (_but_absences(wanted.spec), wanted.n_features):
         raise SpecError(
-            f"run {run_id} is of another spec or other records: take it up with those that it was started with"
+            f"run {run.run_id} is of another spec or other records: take it up with those that it was started with"
         )
-    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run_id), timeout=RESUME_S)
+    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run.run_id), timeout=RESUME_S)
 
 
 def _but_absences(spec: str) -> dict[str, Any]:
@@ -352,6 +352,8 @@ class _Running:
             away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
             misconduct=misconduct_lines(view),
+            run_id=plain(view.run_id),
+            uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
         )
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:

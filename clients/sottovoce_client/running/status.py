@@ -48,6 +48,8 @@ MOST_ROWS, MOST_CAPTURES = 40, 5
 _WELL = ("running", "connecting", "finished")
 _WRONG = ("running", "connecting", "failed", "budget exhausted")
 """States in which what a learner says of itself may be a fault; others are over, or have not begun."""
+_RESTS = ("idle", "finished")
+"""States in which a learner says nothing of itself, but that it has no coordinator."""
 _UNHEARD = {"unspecified": "joined", "idle": "in no run"}
 """How a learner stands of whose state nothing is known."""
 _NO_RUN = Plan("", None, "", (), (), "none", "free", None, live=False)
@@ -95,7 +97,7 @@ class Status:
     @property
     def faults(self) -> tuple[str, ...]:
         """What an operator should look at: of what goes on, or failed; and who does not answer."""
-        seen = [each for _, each in self.learners if each.state in _WRONG]
+        seen = [each for _, each in self.learners if each.state in _WRONG or (each.state in _RESTS and each.detail)]
         if self.run is not None and (self.run.ended is None or self.run.state == "failed" or _ended_itself(self.run)):
             seen.insert(0, self.run)
         broken = [
@@ -175,7 +177,7 @@ async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
         await asyncio.sleep(APART_S)
         run = await told()
         history.add(look_at(run, None, time.monotonic()))
-    others = tuple(each for each in lines if each.ended is None and each.run_id != run_id)
+    others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
     return run_view(course_of(run), plan, history), others
 
 
@@ -193,7 +195,7 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
             if now.run_id:
                 plan = await _planned(stub, who)
             history.add(Look(time.monotonic(), (now,), (address,)))
-            if now.state is LearnerState.RUNNING:
+            if now.state is LearnerState.RUNNING or now.detail:  # it may be about to join
                 await asyncio.sleep(APART_S)
                 now = await told()
                 history.add(Look(time.monotonic(), (now,), (address,)))
@@ -374,7 +376,9 @@ def _learners_table(run: RunView) -> Table:
 
 
 def _captures_table(captures: Sequence[CaptureLine]) -> Table:
-    table = terminal.table("capture", "run", "state")
+    table = terminal.table("capture")
+    table.add_column("run", no_wrap=True, overflow="fold")  # an id is copied whole
+    table.add_column("state")
     for head in ("messages", "bytes"):
         table.add_column(head, justify="right")
     for each in captures:

@@ -25,6 +25,8 @@ class Progress:
         away: names of learners that are gone, for now or for good.
         misconduct: what learners noticed of each other, in words.
         left: indices of those who have left, or were lost, and whose rounds do not count any more.
+        run_id: of the run; empty: not told.
+        uncaptured: why nothing is captured, though it should be; empty: it is; None: it is over, or not told.
     """
 
     seconds: float
@@ -35,6 +37,8 @@ class Progress:
     away: tuple[str, ...] = ()
     left: frozenset[int] = frozenset()
     misconduct: tuple[str, ...] = ()
+    run_id: str = ""
+    uncaptured: str | None = None
 
     @property
     def done(self) -> int:

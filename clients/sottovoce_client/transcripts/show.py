@@ -183,24 +183,26 @@ def _document(capture: Capture) -> dict[str, Any]:
 
 
 def _many(captures: tuple[Capture, ...], console: Console) -> None:
-    table = _plain("capture", "run", "world", "replica", "messages", "bytes", "state", "noticed")
-    for capture in captures:
+    names = [cell_text(each.name.rstrip("/").rsplit("/", 1)[-1]) for each in captures]
+    runs = [cell_text(each.facts["run_id"]) for each in captures]
+    told = {key: [each.facts.get(key) for each in captures] for key in ("world", "replica")}
+    labels = [key for key, values in told.items() if any(value is not None for value in values)]
+    apart = not all(map(str.startswith, names, runs))  # else a capture is called as its run, and a little more
+    table = _plain("capture", *(["run"] if apart else []), *labels, "messages", "bytes", "state", "noticed")
+    for k, capture in enumerate(captures):
         facts = capture.facts
-        labels = ["–" if facts.get(key) is None else str(facts[key]) for key in ("world", "replica")]
         state = (
             Text("closed") if capture.complete else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
         )
         found = facts.get("noticed_count", 0)
-        noticed = Text(count(found), style="bold red" if found else "")
-        name = cell_text(capture.name.rstrip("/").rsplit("/", 1)[-1])
         table.add_row(
-            Text(name),
-            cell_text(facts["run_id"]),
-            *labels,
+            Text(names[k]),
+            *([Text(runs[k])] if apart else []),
+            *(NOTHING if told[key][k] is None else str(told[key][k]) for key in labels),
             count(facts["messages"]) if capture.ciphertext is None else NOTHING,
             size(facts["bytes"] if capture.ciphertext is None else capture.ciphertext.bytes),
             state,
-            noticed,
+            Text(count(found), style="bold red" if found else ""),
         )
     console.print(table)
     console.print(f"{plural(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
@@ -355,7 +357,8 @@ def _plain(*heads: str) -> Table:
     texts = {"field", "capture", "run", "who spoke when", "state"}
     for head in heads:
         left = head in texts or head.startswith("what")
+        whole = not left or head in ("run", "capture")  # what is copied, is whole
         table.add_column(
-            head, justify="left" if left else "right", overflow="fold" if left else "ellipsis", no_wrap=not left
+            head, justify="left" if left else "right", overflow="fold" if left else "ellipsis", no_wrap=whole
         )
     return table

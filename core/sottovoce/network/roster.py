@@ -21,6 +21,9 @@ from sottovoce.registry import Section
 
 Mask = npt.NDArray[np.bool_]
 
+_NAMED = 10
+"""Learners that an error names."""
+
 
 class Absence(Section):
     """A learner is away from `first_round` on, and there again from `until_round` on (default: it does not come back)."""
@@ -196,6 +199,12 @@ def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
 def called(names: Sequence[str], learner: int) -> str:
     """A learner's name, in words for people; `learner 3` where nobody has said it."""
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Some of them, where there are many: an error has to fit into a status."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def check_absences(roster: Roster, rounds: int) -> None:

@@ -10,7 +10,7 @@ from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Messa
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import DataError
-from sottovoce.network.roster import Mask, Roster
+from sottovoce.network.roster import Mask, Roster, in_short
 from sottovoce.noise import Noise, no_noise
 from sottovoce.noise.draw import Draw
 
@@ -50,10 +50,13 @@ def require_no_records(data: PlacedData, roster: Roster, rounds: int) -> None:
     Raises:
         DataError: there are records for such a round.
     """
+    found = list[str]()
     for i, own in enumerate(data.learners) if roster.absences else ():
         busy = np.diff(own.offsets[: rounds + 1]) > 0
         if (wrong := np.flatnonzero(busy & ~roster.attendance(i, len(busy)).mask())).size:
-            raise DataError(
-                f"{roster.names[i]} must have no records in rounds in which it is away, got some in round {wrong[0]}: place "
-                "the data by the same spec"
-            )
+            found.append(f"{roster.names[i]} in round {wrong[0]}")
+    if found:
+        raise DataError(
+            f"learners must have no records in rounds in which they are away, got some of {in_short(found)}: place the data by "
+            "the same spec"
+        )

@@ -14,7 +14,7 @@ from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.data.schedule import LearnerData, PlacedData
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.network.roster import Mask
+from sottovoce.network.roster import Mask, in_short
 from sottovoce.spec import RunSpec
 
 
@@ -54,7 +54,7 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
         owners = _owners(spec, dataset, rows, deal_rng)
         hands = [rows[owners == i] for i in range(spec.n_learners)]
         if empty := [i for i, mine in enumerate(hands) if not mine.size]:
-            raise SpecError(_nothing_for(spec, empty[0], dataset))
+            raise SpecError(_nothing_for(spec, empty, dataset))
         rngs = order_rng.spawn(spec.n_learners)
         learners = [placed(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
@@ -207,15 +207,15 @@ def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntA
     return owners
 
 
-def _nothing_for(spec: RunSpec, learner: int, dataset: Dataset) -> str:
-    """Which learner has no record, and what to do."""
+def _nothing_for(spec: RunSpec, learners: Sequence[int], dataset: Dataset) -> str:
+    """Which learners have no record, and what to do."""
     advice = (
-        "give it rows in the column 'learner', or take it out of `learners`"
+        "give each rows in the column 'learner', or take it out of `learners`"
         if dataset.learner is not None
         else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
     )
-    who = f"{spec.names[learner]} (index {learner})"
-    return f"every learner must get at least one record, and {who} gets none: {advice}"
+    who, get = in_short([f"{spec.names[i]} (index {i})" for i in learners]), "gets" if len(learners) == 1 else "get"
+    return f"every learner must get at least one record, and {who} {get} none: {advice}"
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------

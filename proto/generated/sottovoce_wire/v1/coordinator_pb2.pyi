@@ -928,7 +928,7 @@ class Run(_message.Message):
     """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
     capture_error: _builtins.str
     """Why the capture could not be written to its end, or be closed, or holds nothing of what was said since the run was taken
-    up again; empty: it could, or is not closed yet.
+    up again; while the run is under way also that nothing is captured now, and why; empty: it could, or is not closed yet.
     """
     attempt: _builtins.int
     """How often it was taken up again after it had failed."""
