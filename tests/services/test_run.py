@@ -339,6 +339,29 @@ async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
     assert capture.transcript(SHAPES, 4).rounds >= 5
 
 
+async def test_a_run_is_stopped_when_its_coordinator_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, stop = (
+        small_spec(100_000, NAMES, clock={"mode": "paced", "period_s": 0.01, "deadline_s": 100.0}),
+        asyncio.Event(),
+    )
+    said = ""
+    async with network(tmp_path, NAMES, durable=True) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
+        await up.until("ann", LearnerState.RUNNING, 2)
+        old = await up.cut_coordinator()
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while "the coordinator is away: the run is stopped when it is back" not in said:
+                await asyncio.sleep(0.05)
+                said += capsys.readouterr().err
+        up.coordinating = old
+        await up.restart_coordinator()
+        outcome = await running
+    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+
+
 async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: Path) -> None:
     """And the coordinator is free for the next run."""
     spec, stop = spec_of(), asyncio.Event()

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.errors import NotReady
 from sottovoce.network.roster import Absence
 from sottovoce.plain import plain
 from sottovoce_client import terminal
@@ -116,20 +115,20 @@ async def show_run(
 async def stop_run(
     coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
 ) -> None:
-    """End a run before its last round.
+    """End a run before its last round; of one that is over, say how it ended.
 
     Raises:
-        NotReady: it is over, and how.
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     wanted = coordinator_pb2.GetRunRequest(run_id=run_id)
-    before = await asked(coordinator, credentials, lambda stub: stub.GetRun(wanted, timeout=CALL_S))
-    if before.HasField("ended_at"):
-        how = f"{_state(before)}: {before.detail}" if before.detail else _state(before)
-        raise NotReady(f"run {plain(before.run_id)} is over ({plain(how)}): nothing is left to stop")
-    request = coordinator_pb2.StopRunRequest(run_id=before.run_id, reason=BY_OPERATOR)
-    run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
-    (console or terminal.console()).print(_said(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
+    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(wanted, timeout=CALL_S))
+    was_over = run.HasField("ended_at")
+    if not was_over:
+        request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=BY_OPERATOR)
+        run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
+    how = f"{_state(run)}: {run.detail}" if run.detail else _state(run)
+    line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
+    (console or terminal.console()).print(_said(line))
     terminal.tell(lambda: _document(run))
 
 

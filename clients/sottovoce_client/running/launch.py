@@ -126,6 +126,6 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
         try:
             return await work(stop)
         except asyncio.CancelledError:
-            raise Interrupted("stopped before the run had begun") from None
+            raise Interrupted("told to stop twice: ended at once") from None
 
     return asyncio.run(main())

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import grpc
@@ -296,13 +297,18 @@ class _Running:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         reason = BY_OPERATOR if self._stop.is_set() else _unfed(self._unfed)
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
-        while True:
+        for attempt in count():
             try:
                 await self._stub.StopRun(request, timeout=_CALL_S)
                 return
             except grpc.aio.AioRpcError as error:
                 if not (self._started.durable and error.code() in _GONE):
                     raise
+            if not attempt:
+                terminal.say(
+                    "the coordinator is away: the run is stopped when it is back; told to stop once more, this command ends, and "
+                    "the run goes on"
+                )
             await asyncio.sleep(_AGAIN_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
