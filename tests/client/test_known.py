@@ -36,9 +36,10 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
         await list_runs(up.coordinator, console)
         done = await up.run(short, made_up(short))
         running = asyncio.ensure_future(up.run(paced, made_up(paced)))
-        async with asyncio.timeout(PATIENCE_S):  # the coordinator has heard of two rounds
+        await up.until("ann", LearnerState.RUNNING, 2)
+        async with asyncio.timeout(PATIENCE_S):
             while (await run_documents(up.coordinator))[0]["rounds_done"] < 2:
-                await asyncio.sleep(0.05)
+                pass  # the coordinator has yet to hear of them
         await up.leave("ben")
         assert up.coordinating is not None
         run_id = up.coordinating._courses.under_way[0].book.run_id
