@@ -166,7 +166,10 @@ def test_columns_as_pandas_and_polars_write_them_are_the_same(tmp_path: Path, va
         "value": pa.large_list(pa.float64()),
     }
     for name, kind in kinds.items():
-        column = table[name].dictionary_encode() if pa.types.is_dictionary(kind) else table[name].cast(kind)
+        try:
+            column = table[name].dictionary_encode() if pa.types.is_dictionary(kind) else table[name].cast(kind)
+        except pa.ArrowNotImplementedError:
+            pytest.skip(f"this pyarrow cannot make a column of {kind}")
         table = table.set_column(table.column_names.index(name), name, column)
     pq.write_table(table, tmp_path / "others.parquet")
     np.testing.assert_array_equal(read_transcript(tmp_path / "others.parquet").fields["y"], values)
