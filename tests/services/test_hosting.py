@@ -172,6 +172,6 @@ async def test_all_start_or_none(tmp_path: Path) -> None:
     )
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert (process.returncode, out) == (2, b"")
-    assert err.decode().splitlines() == [
-        f"sottovoce: learner cleo: the state folder {tmp_path} cannot be written: Is a directory"
-    ]
+    told, *said = err.decode().splitlines()
+    assert json.loads(told)["event"] == "starting"
+    assert said == [f"sottovoce: learner cleo: the state folder {tmp_path} cannot be written: Is a directory"]

@@ -371,7 +371,9 @@ async def test_a_run_whose_eavesdropper_is_killed_is_there_but_for_gaps_that_are
     audit = await ours("audit", "--from", place, "--out", str(tmp_path / "audit"))
     assert audit.returncode == int(whole), audit.stdout + audit.stderr
     told = json.loads((tmp_path / "audit" / "audit.json").read_text())
-    assert told["captures_sha256"] == {each.name: each.digests()[0] for each in (killed, calm)}
+    assert told["captures_sha256"] == {
+        each.name.removeprefix(f"{place}/"): each.digests()[0] for each in (killed, calm)
+    }
     assert ("1 other left out, of which rounds are missing" in told["source"]) != whole
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from structlog.testing import capture_logs
 
 from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.plan import AuditPlan, plan_audit
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import BASES, Base
 from sottovoce.lab.selftest.power import CONFIDENCE
@@ -67,8 +67,7 @@ def measure_on_network(
     blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits, sure=broken.sure)
 
     def found_by(runs: int, each: int) -> str:
-        run, data = BASE.build()
-        plan = plan_audit(run, data, ACCEPTING, runs=runs, confidence=CONFIDENCE, seed=each)
+        plan = plan_beside_numbers(BASE, runs, each, learner=ACCEPTING)
         with made_with(broken, plan, "relay") as made:
             return _found_by(audit_of(plan, made, "real services", lambda what: None))
 
@@ -90,18 +89,21 @@ def measure_by_wiretap(
     return served(blank, found_by, rungs, seed)
 
 
-def plan_beside_numbers(base: Base, runs: int, seed: int, confidence: float = CONFIDENCE) -> AuditPlan:
-    """An audit of what passes beside numbers, of the learner that opens streams.
+def plan_beside_numbers(
+    base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = CALLING
+) -> AuditPlan:
+    """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
 
     Args:
         base: what runs.
         runs: of each world.
         seed: of coins and audit.
         confidence: with which a correct learner is not refuted.
+        learner: who is audited.
     """
     prepared = Prepared(*base.build())
-    learner = prepared.run.spec.names[CALLING]
-    return plan_for_ciphertext(prepared, AuditRequest(learner, runs=runs, confidence=confidence, seed=seed))
+    asked = AuditRequest(prepared.run.spec.names[learner], runs=runs, confidence=confidence, seed=seed)
+    return plan_for_ciphertext(prepared, asked)
 
 
 @contextmanager
