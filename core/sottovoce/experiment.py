@@ -23,6 +23,7 @@ from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Guarantee, overall
+from sottovoce.running.cautions import cautions
 from sottovoce.running.placement import foreseen, place, unplaced
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, read_document, with_schema
@@ -33,10 +34,14 @@ PAUSES = "PAUSES"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A run that may start, and who learns what when."""
+    """A run that may start, and who learns what when.
+
+    `cautions` are what of its records makes numbers say less than they seem to.
+    """
 
     run: Run
     data: PlacedData
+    cautions: tuple[Caveat, ...] = ()
 
     def dearest(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
@@ -62,7 +67,9 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, 
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
     if not spec.data.live:
-        return _checked(spec, place(spec, load_dataset(spec.data, spec.loss, folders=folders, meant=learned)))
+        dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
+        ready = _checked(spec, data := place(spec, dataset))
+        return replace(ready, cautions=tuple(cautions(spec, dataset, data)))
     found = _checked(spec, unplaced(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
