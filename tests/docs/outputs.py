@@ -9,7 +9,7 @@ NUMBER = re.compile(r"[−+-]?\d[\d,]*(?:\.\d+)?(?:e[−+-]?\d+)?|∞")
 TIME = re.compile(r"(?:#\s*(?:ms|s|min|h)\b\s*)+")
 SIZE = re.compile(r"#\s*(?:kB|MB|B)\b")
 STEADY = re.compile(r"sottovoce (?:budget|calibrate|compare|data|policy|schema|simulate|spec|sweep) ")
-"""What prints the same numbers wherever it runs: nothing is measured in them but what a seed decides, and last columns of speeds."""
+"""What prints the same numbers wherever it runs: a seed decides it all, but for last columns of speeds."""
 SPEEDS = re.compile(r"^\|.*\| rounds/s \|$(?:\n\|.*\|$)*", re.MULTILINE)
 LAST_CELL = re.compile(r"[^|\n]*\|$", re.MULTILINE)
 ROUNDING = 0.02
