@@ -21,7 +21,7 @@ from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
-from sottovoce.explaining import explain
+from sottovoce.explaining import explain, short
 from sottovoce.privacy.guarantee import Guarantee, overall
 from sottovoce.running.cautions import cautions
 from sottovoce.running.placement import foreseen, place, unplaced
@@ -249,7 +249,7 @@ class Experiment(RunSpec):
             return self.names.index(str(learner))
         if isinstance(learner, int) and 0 <= learner < self.n_learners:
             return learner
-        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {learner!r}")
+        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {short(learner)}")
 
     def guarantee(self, learner: str | int) -> Guarantee:
         """What is promised about one learner's messages, for the records that it will learn.
@@ -302,7 +302,7 @@ def require_count(what: str, value: object) -> None:
         SpecError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise SpecError(f"{what} must be a whole number, got {value!r}")
+        raise SpecError(f"{what} must be a whole number, got {short(value)}")
     if value < 1:
         raise SpecError(f"{what} must be at least 1, got {value}")
 
