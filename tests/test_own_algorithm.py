@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import main
+from sottovoce_rpc.logs import others_fault
 from tests.examples import made_up
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"
@@ -142,6 +144,20 @@ def test_a_mistake_in_it_is_told_in_a_line_with_its_place(
     (said,) = [each for each in capsys.readouterr().err.splitlines() if not each.startswith("warning: ")]
     assert ended.value.code == 2
     assert said.startswith(f"sottovoce: {told.format(file=file, line=line)}") and len(said) < 600
+
+
+def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
+    def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as failed:
+        fails()
+    told = others_fault(failed.value)
+    assert told.startswith("ValueError at ") and told.endswith(", in code of your own: mine")
+    failed.value.add_note(told)
+    there = copy.copy(failed.value)  # as pickle does it, without its frames
+    assert there.__traceback__ is None and others_fault(there) == told
+    assert others_fault(ValueError("no frame, and no note")) == ""
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

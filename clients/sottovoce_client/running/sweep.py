@@ -168,7 +168,14 @@ def _worked(
 
 
 def _measured(job: _Job) -> _Done:
-    curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
+    try:
+        curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
+    except Exception as error:
+        from sottovoce_rpc.logs import others_fault
+
+        if told := others_fault(error):
+            error.add_note(told)
+        raise
     finals = {} if curves is None else {name: curve.replicas[-1] for name, curve in curves.curves.items()}
     # Here, for the first job that ends should say so, not the last.
     if unknown := sorted(set(job.metrics or ()) - finals.keys()):
