@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,8 @@ from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
+from sottovoce_client.cli import main
+from sottovoce_rpc.logs import others_fault
 from tests.examples import made_up
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"
@@ -100,6 +104,68 @@ def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None
     assert summary["state"] == "finished"
     assert [learner["rounds"] for learner in summary["learners"]] == [20, 20, 20]
     assert all(learner["spent"] == pytest.approx(learner["event"]) for learner in summary["learners"])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        (
+            "records = Batch(",
+            "records = Bitch(",
+            "NameError at {file}:{line}, in code of your own: name 'Bitch' is not",
+        ),
+        (
+            "self.step, self.scale), ()",
+            "self.stap, self.scale), ()",
+            "AttributeError at {file}:{line}, in code of your own: ",
+        ),
+        ("loss.enforce(", "loss.enforce(np.zeros(3), ", "TypeError at {file}:{line}, in code of your own: "),
+        (
+            "x = project(b",
+            "raise ValueError(list(range(999))); (b",
+            "ValueError at {file}:{line}, in code of your own: [0, 1",
+        ),
+    ],
+)
+def test_a_mistake_in_it_is_told_in_a_line_with_its_place(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    right: str,
+    wrong: str,
+    told: str,
+) -> None:
+    assert CODE.count(right) == 1
+    file, line = folder / "gossip.py", CODE[: CODE.index(right)].count("\n") + 1
+    file.write_text(CODE.replace(right, wrong), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["sottovoce", "simulate", str(folder / "spec.yaml"), "--out", str(folder / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    (said,) = [each for each in capsys.readouterr().err.splitlines() if not each.startswith("warning: ")]
+    assert ended.value.code == 2
+    assert said.startswith(f"sottovoce: {told.format(file=file, line=line)}") and len(said) < 600
+
+
+def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
+    def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as failed:
+        fails()
+    told = others_fault(failed.value)
+    assert told.startswith("ValueError at ") and told.endswith(", in code of your own: mine")
+    failed.value.add_note(told)
+    there = copy.copy(failed.value)  # as pickle does it, without its frames
+    assert there.__traceback__ is None and others_fault(there) == told
+    assert others_fault(ValueError("no frame, and no note")) == ""
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = attrgetter("nosuch")  # it is of C and has no frame, so the last one is the command's
+    monkeypatch.setattr("sottovoce_client.reports.export.formats", fails)
+    monkeypatch.setattr(sys, "argv", ["sottovoce", "simulate", str(folder / "spec.yaml"), "--out", str(folder / "out")])
+    with pytest.raises(AttributeError):
+        main()
 
 
 def test_an_installed_package_offers_its_own_under_a_short_name(folder: Path) -> None:

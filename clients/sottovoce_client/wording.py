@@ -26,7 +26,7 @@ def number(value: float | None, digits: int = 4) -> str:
     rounded = float(f"{value:.{digits}g}")
     if rounded and not 1e-4 <= abs(rounded) < 1e7:
         mantissa, _, power = f"{rounded:.{digits - 1}e}".partition("e")
-        text = f"{mantissa}e{int(power)}"
+        text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
     else:
         text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
     return text.replace("-", "−")

@@ -16,6 +16,7 @@ from sottovoce.budget.calibration import Per, Target
 from sottovoce.budget.calibration import calibrate as noise_for
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment, experiment_of, require_count
+from sottovoce.explaining import short
 from sottovoce.noise import Noise, RecordedNoise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
@@ -229,7 +230,7 @@ def audit(
     experiment = experiment_of(experiment)
     known = [model.value for model in ThreatModel]
     if threat not in known:
-        raise SpecError(f"threat must be one of {', '.join(known)}, got {threat!r}")
+        raise SpecError(f"threat must be one of {', '.join(known)}, got {short(threat)}")
     planned = plan_audit(
         experiment.run,
         experiment.records,

@@ -21,8 +21,9 @@ from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
-from sottovoce.explaining import explain
+from sottovoce.explaining import explain, short
 from sottovoce.privacy.guarantee import Guarantee, overall
+from sottovoce.running.cautions import cautions
 from sottovoce.running.placement import foreseen, place, unplaced
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, read_document, with_schema
@@ -33,10 +34,14 @@ PAUSES = "PAUSES"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A run that may start, and who learns what when."""
+    """A run that may start, and who learns what when.
+
+    `cautions` are what of its records makes numbers say less than they seem to.
+    """
 
     run: Run
     data: PlacedData
+    cautions: tuple[Caveat, ...] = ()
 
     def dearest(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
@@ -62,7 +67,9 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, 
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
     if not spec.data.live:
-        return _checked(spec, place(spec, load_dataset(spec.data, spec.loss, folders=folders, meant=learned)))
+        dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
+        ready = _checked(spec, data := place(spec, dataset))
+        return replace(ready, cautions=tuple(cautions(spec, dataset, data)))
     found = _checked(spec, unplaced(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
@@ -242,7 +249,7 @@ class Experiment(RunSpec):
             return self.names.index(str(learner))
         if isinstance(learner, int) and 0 <= learner < self.n_learners:
             return learner
-        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {learner!r}")
+        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {short(learner)}")
 
     def guarantee(self, learner: str | int) -> Guarantee:
         """What is promised about one learner's messages, for the records that it will learn.
@@ -295,7 +302,7 @@ def require_count(what: str, value: object) -> None:
         SpecError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise SpecError(f"{what} must be a whole number, got {value!r}")
+        raise SpecError(f"{what} must be a whole number, got {short(value)}")
     if value < 1:
         raise SpecError(f"{what} must be at least 1, got {value}")
 

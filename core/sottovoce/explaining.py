@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import numbers
 import reprlib
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -14,6 +16,9 @@ from pydantic import ValidationError
 from sottovoce.registry import Registry, Section, Truth
 
 Place = tuple[int | str, ...]
+RECORDS: tuple[Place, ...] = (("data",), ("data", "source"))
+"""Where somebody may have put the records themselves."""
+_PLAIN = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
 _TRUTH = "without quotes YAML takes yes, no, on and off for true and false"
 
 _BY_FORM = {
@@ -139,8 +144,10 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     if problem["type"] == "invalid_key":
         where = _where(place[:-1])
     subject = f"{where}: " if where else ""
-    came = f", got {short(value)}" if place else ""  # the whole document says nothing
-    return f"{subject}{', or '.join(told)}{came}{_advice(alike, value)}"
+    came = (
+        f", got {_kind(value) if _of_records(place, value) else short(value)}" if place else ""
+    )  # the whole document says nothing
+    return f"{subject}{', or '.join(told)}{came}{_advice(place, alike, value)}"
 
 
 def _form(problem: Any) -> str:
@@ -150,8 +157,10 @@ def _form(problem: Any) -> str:
     return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
 
 
-def _advice(alike: list[Any], value: object) -> str:
+def _advice(place: Place, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
+    if _of_records(place, value):
+        return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
     if isinstance(value, bool):
         if kinds & {"string_type", "literal_error", "invalid_key"}:
             return f": {_TRUTH}; put quotes around it"
@@ -167,12 +176,33 @@ def _advice(alike: list[Any], value: object) -> str:
     return ""
 
 
+def _of_records(place: Place, value: object) -> bool:
+    """Has somebody put the records themselves there?"""
+    words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    return place in RECORDS and not isinstance(value, _PLAIN) and not words
+
+
+class _Short(reprlib.Repr):
+    """Of what may hold records, as a data frame or an array, its class alone."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return super().repr_instance(x, level) if isinstance(x, _PLAIN) else _kind(x)
+
+    repr_array = repr_deque = repr_instance
+
+
+def _kind(value: object) -> str:
+    """What a value is, and nothing of what it says."""
+    of, name = type(value).__module__.partition(".")[0], type(value).__qualname__
+    return name if of == "builtins" else f"{name} of {of}"
+
+
 def short(value: object) -> str:
-    """A value as far as a line holds it: aliases of YAML make one of a few lines endless."""
+    """A value as far as a line holds it: aliases of YAML make one of a few lines endless. Records in a frame are not shown."""
     if isinstance(value, datetime.date):
         return value.isoformat()
-    shortened = reprlib.Repr()  # its limits are arguments from Python 3.12 on
-    shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 2, 10, 10, 10
+    shortened = _Short()  # its limits are arguments from Python 3.12 on
+    shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 1, 10, 10, 10
     shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200
     return shortened.repr(value)
 

@@ -48,7 +48,7 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Grant
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.logs import failure, worded_by_us
+from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
 from sottovoce_rpc.misconduct import KnownBy
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
@@ -411,7 +411,7 @@ class Session:
         """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
         own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
         log.error("failed", learner=self.role.name, round=self.memory.done, **failure(error, own))
-        detail = str(error) if worded_by_us(error) else "an internal error; the learner's log has it"
+        detail = str(error) if worded_by_us(error) else f"an internal error; {IN_THE_LOG}"
         self._become(LearnerState.FAILED, detail)
 
     async def close(self) -> None:

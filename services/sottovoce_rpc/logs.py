@@ -27,6 +27,11 @@ _OURS = frozenset(
     {f"sottovoce{house}" for house in ("", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")}
 )
 """Packages of this project; somebody else's may begin with the same word."""
+IN_THE_LOG = "the learner's log has it"
+"""What others are told of an error whose text may quote a record."""
+_OWN = ", in code of your own"
+_LONGEST = 300
+"""Of the text of an error."""
 
 
 def configure_logs(level: str = "info", form: str = "auto") -> None:
@@ -89,6 +94,23 @@ def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
     known = theirs or [each for each in frames if not _of_a_library(each[0])] or frames
     where = f"{known[-1][0].f_code.co_filename}:{known[-1][1]}" if known else "nowhere"
     return {"kind": type(error).__name__, "where": where}
+
+
+def others_fault(error: BaseException) -> str:
+    """For whoever runs code of their own: kind and text of its error, and its file and line; empty where no such code failed.
+
+    It is not for logs: the text may quote a record. An error that crosses processes leaves its frames behind: it is told there,
+    and carried as a note (`add_note`).
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    theirs = [each for each in frames if _package(each[0]) not in _OURS and not _of_a_library(each[0])]
+    if not theirs:
+        return next((note for note in getattr(error, "__notes__", ()) if _OWN in note), "")
+    frame, line = theirs[-1]
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return f"{type(error).__name__} at {frame.f_code.co_filename}:{line}{_OWN}{': ' * bool(text)}{text}"
 
 
 def worded_by_us(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sottovoce_client.running.launch import ServiceDied
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.logs import IN_THE_LOG
 
 WITHOUT = {
     "coordinator": "a service",
@@ -241,6 +243,22 @@ def test_a_run_without_a_summary_says_how_it_ended(
         "rounds_done": 0 if isinstance(end, Interrupted) else done,
         "capture": None,
     }
+
+
+def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*_: Any, **__: Any) -> Outcome:
+        logs = folder / "o" / "logs"
+        logs.mkdir(exist_ok=True)
+        (logs / "1.log").touch()
+        statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2) for i in range(3))
+        return Outcome("small-1", "failed", f"{failed}{IN_THE_LOG}", 1.0, statuses, (), None, (None,) * 3)
+
+    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    for failed, named in (("1 failed: an error; ", "logs/1.log"), ("2 failed: an error; ", "logs")):
+        done = CliRunner().invoke(app, ["up", "small.yaml", "--out", "o"])
+        assert done.exit_code == 1
+        assert f"{failed}{IN_THE_LOG}: {Path('o', named)}\n" in done.output
+        shutil.rmtree(folder / "o")
 
 
 def test_models_and_figures_of_a_simulation(folder: Path) -> None:

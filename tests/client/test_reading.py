@@ -249,3 +249,24 @@ def test_a_model_beyond_what_services_take_is_refused() -> None:
     spec = {"rounds": 5, "algorithm": "ldp-dol", "loss": {"kind": "softmax", "classes": 10**8}}
     with pytest.raises(SpecError, match="a model has at most 16777216 numbers"):
         _ = Experiment(**spec).run
+
+
+def test_what_its_records_say_less_is_said_by_each_command_once(folder: Path) -> None:
+    """On standard error, in the words of `spec check`, whose last line does not call it fine alone."""
+    (folder / "records.csv").write_text(RECORDS.replace("2,2,sick", "2,2,dead"), encoding="utf-8")
+    spec, code = str(folder / "spec.yaml"), ["[RECORDS_END]", "[CLASSES_JOINED]"]
+    warned = [line for line in check(folder).splitlines() if line.startswith("warning: ")]
+    warned = [line for line in warned if line.rsplit(" ", 1)[1] in code]  # others are of the algorithm
+    assert len(warned) == 2
+    assert check(folder).endswith("2 features and an intercept: fine, but for 4 warnings above\n")
+    for command in (
+        ["simulate", spec],
+        ["compare", spec, spec],
+        ["sweep", spec, "--set", "algorithm.sigma=1,2", "--seeds", "1"],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code, [line for line in done.stderr.splitlines() if "warning" in line]) == (0, warned)
+    (folder / "records.csv").write_text(RECORDS, encoding="utf-8")
+    (folder / "spec.yaml").write_text((folder / "spec.yaml").read_text().replace("rounds: 5", "rounds: 3"))
+    assert CliRunner().invoke(app, ["simulate", spec]).stderr == ""
+    assert check(folder).endswith("fine, but for 2 warnings above\n")

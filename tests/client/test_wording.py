@@ -35,6 +35,11 @@ def test_a_chance_that_no_number_is_small_enough_for_is_below_the_least() -> Non
     assert [chance(p) for p in (0.046, 4.4e-7, 0.0, math.nan)] == ["0.046", "4.4e−7", "< 1e−300", "–"]
 
 
+def test_number_has_no_zeros_at_its_end() -> None:
+    told = [number(value) for value in (8e-6, 1.43e-6, 1.2e9, -3e-12)]
+    assert told == ["8e−6", "1.43e−6", "1.2e9", "−3e−12"]
+
+
 def test_number_with_fewer_digits() -> None:
     assert [number(value, 3) for value in (0.059271, 15.58, 3.14159e19)] == ["0.0593", "15.6", "3.14e19"]
 

@@ -94,7 +94,7 @@ WRONG = [
     ("sweep spec.yaml --set colour=5", "unknown field colour"),
     ("sweep spec.yaml --set rounds=5 --backend dask://host:99999", ADDRESS),
     ("sweep spec.yaml --set rounds=5 --backend spark", "must be processes, ray, dask, ray://HOST:PORT"),
-    ("plot nowhere", "cannot read the results nowhere"),
+    ("plot nowhere", "cannot read the results nowhere: it must be a metrics.parquet, sweep.parquet or compare.json that"),
     ("plot odd.parquet", "cannot read the results odd.parquet"),
     ("predict host wards.csv", f"{ADDRESS} 1 to 65535, got 'host'"),
     (f"predict {NOBODY} nowhere.csv", "records must be in a file that exists, got nowhere.csv"),

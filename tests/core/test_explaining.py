@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
 from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment
+from sottovoce.experiment import Experiment, require_count
 from sottovoce.explaining import lines_of
 from sottovoce.spec import RunSpec, parse_spec
 
@@ -79,3 +81,29 @@ def test_every_problem_is_told_at_once() -> None:
         "algorithm.v",
         "data.seed",
     ]
+
+
+@pytest.mark.parametrize("source", [np.full((3, 2), 777.5), [[777.5, 1], [777.5, 0]], [777.5] * 300, {"a": [777.5]}])
+@pytest.mark.parametrize("data", [lambda source: {"source": source}, lambda source: source])
+def test_records_that_somebody_gives_are_not_said(source: Any, data: Any) -> None:
+    with pytest.raises(SpecError) as refused:
+        Experiment(rounds=1, algorithm="ldp-dol", data=data(source))
+    text = str(refused.value)
+    assert "777" not in text
+    if data(source) is not source:
+        assert text.startswith(f"experiment: data.source: must be text, got {type(source).__qualname__}")
+        assert text.endswith(
+            ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
+        )
+
+
+@pytest.mark.parametrize("field", ["name", "data.label", "data.test_fraction", "rounds", "loss.ridge"])
+def test_no_error_quotes_an_array_or_a_frame(field: str) -> None:
+    table = pa.table({"a": [777.5] * 9})
+    for given in (np.full((3, 2), 777.5), table, [[777.5]] * 3, [{"a": 777.5}]):
+        with pytest.raises(SpecError) as refused:
+            Experiment(rounds=1, algorithm="ldp-dol", loss="logistic").replace(**{field: given})
+        assert "777" not in str(refused.value)
+        assert len(str(refused.value)) < 400
+    with pytest.raises(SpecError, match="must be a whole number, got Table of pyarrow"):
+        require_count("replicas", table)

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.commands import mistake, named
 from tests.docs.following import follow, reason
 from tests.docs.left_out import NOT_RUN
-from tests.docs.outputs import shows
+from tests.docs.outputs import STEADY, shows
 from tests.docs.pages import CHECKOUT, PAGES, Block, blocks, text_of
 from tests.docs.shell import isolated
 
@@ -140,5 +140,10 @@ def test_an_output_is_held_to_its_words_and_numbers() -> None:
     assert not shows("epsilon 1.999\n", "epsilon 1.5\n", exact=True)
     assert shows("epsilon 1.999\n", "epsilon 1.5\n", exact=False)
     assert not shows("epsilon 1.999\n", "delta 1.999\n", exact=False)
+    head = "| spec | loss | rounds/s |\n| --- | ---: | ---: |\n"
+    table = f"{head}| a | 0.72 ± 3e−16 | 366,000 |\n"
+    assert shows(table, f"{head}| a | 0.72 ± 4e−17 | 9,000 |\n", exact=True)
+    assert not shows(table, f"{head}| a | 0.70 ± 3e−16 | 366,000 |\n", exact=True)
+    assert all(STEADY.match(f"sottovoce {command} wards.yaml") for command in ("compare", "simulate", "sweep"))
     assert shows("\u2026 REFUTED\n\u2026\n", "north REFUTED\nthe claim\n", exact=True)
     assert not shows("\u2026 REFUTED\n\u2026\n", "north CONSISTENT\n", exact=False)

@@ -92,6 +92,13 @@ def main() -> None:
     except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
         print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
+    except Exception as error:
+        from sottovoce_rpc.logs import others_fault
+
+        if not (told := others_fault(error)):
+            raise  # a mistake of ours: all that is known of it is wanted
+        print(f"sottovoce: {plain_lines(told)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(INTERRUPTED, end="", file=sys.stderr)
         raise SystemExit(130) from None

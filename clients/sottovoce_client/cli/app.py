@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.plain import plain
 from sottovoce_client.cli import completing
 
 if TYPE_CHECKING:
@@ -382,6 +383,23 @@ def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) ->
     from sottovoce.experiment import prepare
 
     return prepare(spec, folders=data_folders(), live=live, learned=learned)
+
+
+class Cautious:
+    """Says on standard error what `spec check` would warn of in the records of a run, each thing once."""
+
+    def __init__(self) -> None:
+        self._said = set[str]()
+
+    def __call__(self, prepared: Any) -> Any:
+        """The same run, once it is said."""
+        from sottovoce_client.terminal import say
+
+        for finding in prepared.cautions:
+            if (line := f"warning: {finding.text} [{finding.code}]") not in self._said:
+                self._said.add(line)
+                say(plain(line))
+        return prepared
 
 
 def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import MOST, MOST_JOBS, AsJson, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
+from sottovoce_client.cli.app import (
+    MOST,
+    MOST_JOBS,
+    AsJson,
+    Cautious,
+    Export,
+    SpecFile,
+    WorkedOnBy,
+    app,
+    folder_for,
+    results_of,
+)
 
 
 @app.command(rich_help_panel="Runs")
@@ -42,7 +53,7 @@ def sweep(
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import write_table
-    from sottovoce_client.running.sweep import sweep as run_all
+    from sottovoce_client.running.sweep import sweep_saying
 
     asked, listed = formats(export), list(map(values_of, changes))
     wanted = dict(listed)
@@ -52,7 +63,8 @@ def sweep(
     experiment = load(spec)
     folder = folder_for("sweep", out, ["sweep.parquet"])
     with terminal.bar("simulating") as say:
-        table = run_all(
+        table = sweep_saying(
+            Cautious(),
             experiment,
             wanted,
             seeds,

@@ -17,6 +17,7 @@ from sottovoce_client.cli.app import (
     SERVED,
     AsJson,
     Canaries,
+    Cautious,
     Coordinator,
     Export,
     IdentityFolder,
@@ -206,7 +207,7 @@ def simulate(
 
     experiment, asked = load(spec), formats(export)
     kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
-    _ = experiment.prepared  # before a folder is made: a spec that cannot be run leaves none
+    Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))
     names = [file for files in _SIMULATED.values() for file in files]
     folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
@@ -277,8 +278,10 @@ def compare(
     sources = [*(the_field() if field else []), *from_files(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
-    folder = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"])
-    code = run_all(sources, prepared_from, folder, replicas=replicas, seed=seed, export=asked)
+    folder, cautious = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"]), Cautious()
+    code = run_all(
+        sources, lambda spec: cautious(prepared_from(spec)), folder, replicas=replicas, seed=seed, export=asked
+    )
     if (folder / "compare.json").exists():  # else no spec could be run
         terminal.tell_file(folder / "compare.json")
     raise typer.Exit(code)
@@ -306,7 +309,7 @@ def _conduct(
     from sottovoce.spec import dump_spec
     from sottovoce_client.running.conduct import conduct
 
-    prepared = prepared_from(spec, live=True)
+    prepared = Cautious()(prepared_from(spec, live=True))
     for finding in prepared.run.warnings:  # the others are for whoever reads the results
         if finding.code == PAUSES:
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)

@@ -21,29 +21,31 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     from sottovoce.data.folders import data_folders
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
+    from sottovoce_client.wording import plural
 
     prepared = prepared_from(load_spec(spec), live=True)
-    warnings = list(prepared.run.warnings)
+    warnings = [*prepared.run.warnings, *prepared.cautions]
     if not prepared.run.spec.data.live:
         from sottovoce_client.data.reading import long_rows
 
         warnings += long_rows(prepared.run.spec, prepared.data)
     for finding in warnings:
-        typer.echo(f"warning: {finding.text} [{finding.code}]")
+        typer.echo(plain(f"warning: {finding.text} [{finding.code}]"))
     if prepared.run.spec.data.schema is not None:
         from sottovoce_client.schemas import used_lines
 
         for line in used_lines(prepared.run.spec, prepared.run.spec.data.schema):
             typer.echo(plain(line))
-    width = f"{prepared.data.n_features} features"
+    width = plural(prepared.data.n_features, "feature")
     if prepared.run.spec.data.intercept:
-        width = f"{prepared.data.n_features - 1} features and an intercept"
+        width = f"{plural(prepared.data.n_features - 1, 'feature')} and an intercept"
     if not prepared.run.spec.data.live:
         from sottovoce_client.data.reading import reading_lines
 
         for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
             typer.echo(plain(line))
-    typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {width}: fine")
+    but = f", but for {plural(len(warnings), 'warning')} above" if warnings else ""
+    typer.echo(f"{spec}: {plural(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
     run, data = prepared.run, prepared.data
     terminal.tell(
         lambda: {

@@ -70,6 +70,7 @@ def init(
     from sottovoce_client.documents import new_file, require_new
     from sottovoce_client.starting import Wishes, begin, next_commands
     from sottovoce_client.terminal import print_json
+    from sottovoce_client.wording import plural
 
     asks = sys.stdin.isatty() and not as_json
     wishes = Wishes(
@@ -111,9 +112,8 @@ def init(
             }
         )
         return
-    typer.echo(
-        f"{path}: {spec.algorithm.name}, {spec.n_learners} learners, {spec.rounds} rounds; epsilon {begun.epsilon:.4g} per record"
-    )
+    size = f"{plural(spec.n_learners, 'learner')}, {plural(spec.rounds, 'round')}"
+    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {begun.epsilon:.4g} per record")
     if begun.left and spec.data.batch_size != "all":
         typer.echo(
             f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)"

@@ -22,6 +22,7 @@ from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import facts_of
 from sottovoce_client.data.catalogue import known as named
 from sottovoce_client.data.fetch import digest_of
+from sottovoce_client.wording import plural
 
 _MOST_ROWS = 24
 """Of features that are shown, and of classes."""
@@ -180,7 +181,10 @@ def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
     yield "source", f"{known.name}: {known.title}"
     yield "task", known.task
     more = f", and {known.held_out:,} held out for tests" if known.held_out else ""
-    yield "published", f"{known.records:,} records{more}; {known.features:,} features; {len(known.classes)} classes"
+    yield (
+        "published",
+        f"{known.records:,} records{more}; {plural(known.features, 'feature')}; {_classes(len(known.classes))}",
+    )
     yield "licence", known.licence
     yield "cite", known.citation
     yield "page", known.page
@@ -205,12 +209,16 @@ def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str
             for (label, count), name in zip(classes, names, strict=True)
         ]
         more = f"; … {len(shown) - _MOST_ROWS:,} more" if len(shown) > _MOST_ROWS + 4 else ""
-        yield f"{len(classes):,} classes", "; ".join(shown[: _MOST_ROWS if more else None]) + more
+        yield _classes(len(classes)), "; ".join(shown[: _MOST_ROWS if more else None]) + more
     if table.learner is not None:
         known_learners = np.unique(table.learner)
         yield "learners", f"{len(known_learners):,} in the column learner, which says whose a record is"
     if table.round is not None:
         yield "rounds", "in the column round, which says when a record is learned"
+
+
+def _classes(many: int) -> str:
+    return "1 class" if many == 1 else f"{many:,} classes"
 
 
 def _print_features(table: RawTable, console: Console) -> None:

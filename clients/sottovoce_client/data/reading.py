@@ -33,9 +33,11 @@ def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> I
     if spec.data.schema is None:
         yield from _columns(spec, read_source(spec.data, folders))
     sizes = [len(each.labels) for each in data.learners]
-    got = f"{count(min(sizes))} to {count(max(sizes))}" if min(sizes) < max(sizes) else count(sizes[0])
+    got = plural(max(sizes), "record")
+    if min(sizes) < max(sizes):
+        got = f"{count(min(sizes))} to {got}"
     held = f"{count(len(data.test_labels))} held out for accuracy"
-    yield f"learners: {plural(len(sizes), 'learner')} with {got} records each; {held}"
+    yield f"learners: {plural(len(sizes), 'learner')} with {got} each; {held}"
 
 
 def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:

@@ -22,6 +22,7 @@ from sottovoce_client.running.local import JOURNALS
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
+from sottovoce_rpc.logs import IN_THE_LOG
 
 _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
@@ -94,7 +95,9 @@ def _print_all(lines: Iterable[str]) -> None:
 def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec) -> int:
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
-    print(plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}"))
+    print(
+        plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}")
+    )
     if outcome.capture is not None:
         print(plain(f"What was overheard is kept in {outcome.capture}"))
     _print_all(not_captured(outcome))
@@ -103,6 +106,15 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec) -> int:
         print(plain(noticed_line(noticed.count, noticed.first)))
     _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
     return 130 if outcome.detail == BY_OPERATOR else 1
+
+
+def _log_of(outcome: Outcome, folder: Path) -> str:
+    """Where the log lies of a learner that failed, if a command of ours keeps it."""
+    if IN_THE_LOG not in outcome.detail or not (logs := folder / "logs").is_dir():
+        return ""
+    named = [each.learner for each in outcome.statuses if f"{each.learner} failed: " in outcome.detail]
+    own = logs / f"{named[0]}.log" if named else logs
+    return f": {own if own.is_file() else logs}"  # of several learners in a process, the first has the log
 
 
 def _tell(folder: Path, spec: RunSpec, run_id: str, state: str, detail: str, done: int, capture: str | None) -> None:

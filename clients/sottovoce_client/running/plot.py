@@ -64,7 +64,10 @@ def read_results(path: Path) -> Table:
             )
         path = found[0]
     if not path.is_file():
-        raise CaptureError(f"cannot read the results {path}: it must be a metrics.parquet or sweep.parquet that exists")
+        raise CaptureError(
+            f"cannot read the results {path}: it must be a metrics.parquet, sweep.parquet or compare.json that exists, or a "
+            "folder with one"
+        )
     if path.suffix == ".json":
         return _of_comparison(path)
     if path.suffix != ".parquet":

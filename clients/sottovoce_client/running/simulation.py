@@ -27,7 +27,7 @@ from sottovoce.spec import dump_spec
 from sottovoce.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import until_complete, write_json, write_text
-from sottovoce_client.wording import number, size, with_error
+from sottovoce_client.wording import number, plural, size, with_error
 
 _LARGE = 10**8
 """Bytes from which on it is said before they are written how many there will be."""
@@ -109,7 +109,8 @@ def simulate_to(
         done = simulate(experiment, replicas, metrics="metrics" in write, noise=recorder or source, progress=took)
         for file in filter(None, (decided, final)):
             file.write(spec.rounds, "decision", done.decisions)
-    print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
+    of = f"{plural(spec.rounds, 'round')} of {plural(spec.n_learners, 'learner')}"
+    print(f"{of}, {plural(replicas, 'replica')}: {folder}")
     if noise is None:  # recorded noise promises nothing
         print(promise(experiment))
     if isinstance(source, RecordedNoise) and source.left:

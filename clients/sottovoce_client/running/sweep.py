@@ -15,7 +15,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data.folders import data_folders
 from sottovoce.door import simulate
 from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Experiment, experiment_of, prepare, require_count
+from sottovoce.experiment import Experiment, Prepared, experiment_of, prepare, require_count
 from sottovoce.table import Table
 from sottovoce_client.backends import Backend, mapper_over
 
@@ -92,6 +92,26 @@ def sweep(
     >>> bool((table["low"] <= table["mean"]).all()), table["seeds"].tolist()
     (True, [4, 4])
     """
+    return sweep_saying(
+        lambda _: None, experiment, changes, seeds,
+        seed=seed, metrics=metrics, vary_data=vary_data, backend=backend, jobs=jobs, progress=progress,
+    )  # fmt: skip
+
+
+def sweep_saying(
+    ready: Callable[[Prepared], object],
+    experiment: Experiment | Path | str,
+    changes: Mapping[str, Sequence[Any]],
+    seeds: int,
+    *,
+    seed: int,
+    vary_data: bool,
+    backend: Backend,
+    jobs: int | None,
+    metrics: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Table:
+    """As `sweep`; `ready` is given each combination's run before anything is simulated."""
     require_count("seeds", seeds)
     experiment = experiment_of(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
@@ -99,7 +119,7 @@ def sweep(
     if vary_data and "data.seed" in changes:
         raise SpecError("data.seed is what vary_data varies, so it cannot be among the changes")
     settings = list(itertools.product(*changes.values()))
-    each = [_changed(experiment, dict(zip(changes, setting, strict=True))) for setting in settings]
+    each = [_changed(experiment, dict(zip(changes, setting, strict=True)), ready) for setting in settings]
     jobs_of = [_jobs(one, seeds, seed, metrics, vary_data=vary_data) for one in each]
     done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress))
     rows = [
@@ -110,11 +130,11 @@ def sweep(
     return Table.of((*changes, *RESULTS), rows)
 
 
-def _changed(experiment: Experiment, setting: Mapping[str, Any]) -> Experiment:
+def _changed(experiment: Experiment, setting: Mapping[str, Any], ready: Callable[[Prepared], object]) -> Experiment:
     """One combination, that can be run. Its records are not kept: they would travel to every process."""
     try:
         one = experiment.replace(**setting)
-        prepare(one, folders=data_folders())
+        ready(prepare(one, folders=data_folders()))
     except (SpecError, DataError) as error:
         told = str(error).removeprefix("experiment: ")
         named = ", ".join(f"{field}={_shown(value)}" for field, value in setting.items())
@@ -148,7 +168,14 @@ def _worked(
 
 
 def _measured(job: _Job) -> _Done:
-    curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
+    try:
+        curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
+    except Exception as error:
+        from sottovoce_rpc.logs import others_fault
+
+        if told := others_fault(error):
+            error.add_note(told)
+        raise
     finals = {} if curves is None else {name: curve.replicas[-1] for name, curve in curves.curves.items()}
     # Here, for the first job that ends should say so, not the last.
     if unknown := sorted(set(job.metrics or ()) - finals.keys()):

@@ -279,7 +279,8 @@ def _unquoted(path: Path, text: str) -> str:
     if (ragged := _RAGGED.match(text)) is None:
         return "it is broken"
     row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
-    return f"each row must have {wanted} columns, as the first one has, got {got}" + (f" in row {row}" if row else "")
+    where = f" in row {int(row) - 2} (counted from 0)" if row else ""  # Arrow's row 1 is the header
+    return f"each row must have {wanted} columns, as the first one has, got {got}{where}"
 
 
 def _in_one_thread(path: Path) -> str:
@@ -316,7 +317,8 @@ def _values(table: Any, name: str, path: Path) -> AnyArray:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])
         advice = "" if normal(name) in PLACEMENT else f"; or {_DECLARE}"
         raise DataError(
-            f"{path}: row {row} (counted from 0), column {name!r} must hold a value, got an empty cell{advice}"
+            f"{path}: row {row} (counted from 0), column {name!r} must hold a value, got an empty cell, or a word "
+            f"for one (nan, NA, null){advice}"
         )
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
         return as_floats(column.cast("float64", safe=False).to_numpy())

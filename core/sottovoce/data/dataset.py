@@ -17,7 +17,7 @@ from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, imp
 from sottovoce.data.folders import VARIABLE, find
 from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
-from sottovoce.data.labels import map_labels
+from sottovoce.data.labels import map_labels, texts_of
 from sottovoce.data.made import vital_signs
 from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
@@ -47,6 +47,7 @@ class Dataset:
         learner_names: names that the source calls learners by.
         round: `(records,)` the round in which a record is learned.
         test: a part that the source itself holds out.
+        class_names: what the source calls the classes, by rank; none where the label is a number.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Dataset:
     learner_names: tuple[str, ...] | None = None
     round: IntArray | None = None
     test: Labelled | None = None
+    class_names: tuple[str, ...] = ()
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), meant: bool = True) -> Dataset:
@@ -83,7 +85,8 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
     learner, names = _learner_column(table.learner, data.source)
     rounds = None if table.round is None else _indices(table.round, "round", data.source)
     test = None if table.test is None else Labelled(table.test[0], mapped[n:])
-    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test)
+    named = () if loss.n_classes is None else tuple(texts_of(np.unique(labels)))
+    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test, named)
 
 
 def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
@@ -129,7 +132,17 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}")
     owners, names = _learner_column(learner, data.source)
     placed = None if rounds is None else _indices(rounds, "round", data.source)
-    return Dataset(data.source, found.features, found.labels, found.classes, owners, names, placed)
+    return Dataset(
+        data.source,
+        found.features,
+        found.labels,
+        found.classes,
+        owners,
+        names,
+        placed,
+        None,
+        schema.label.classes or (),
+    )
 
 
 def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
