@@ -41,6 +41,8 @@ MOST_LOOKS = 4_096
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
+THE_COORDINATOR = "the coordinator"
+"""Who is away, in a look at a run whose coordinator does not answer."""
 UNFED = "a feeder could not deliver its records"
 """Begins the reason of a run that was stopped for it."""
 
@@ -48,7 +50,7 @@ Watcher = Callable[[Progress, str], None]
 
 
 class Interrupted(SottovoceError):
-    """Told to stop before there was a run to stop."""
+    """Told to stop before there was a run to stop; or twice, and what comes of the run is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ class _Running:
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
+        self._see(self._started)  # from here on there is a run
         if self._attempt:  # learners may have left or joined before it failed
             await self._amended(self._started)
         async with Tasks() as tasks:
@@ -331,7 +334,7 @@ class _Running:
                 gone = isinstance(error, Unavailable) or error.code() in _GONE
                 if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
                     raise
-            self._watch(replace(self._look(last), away=("the coordinator",)), _state(last))
+            self._watch(replace(self._look(last), away=(THE_COORDINATOR,)), _state(last))
             await asyncio.sleep(_AGAIN_S)
 
     def _see(self, view: coordinator_pb2.Run) -> None:
