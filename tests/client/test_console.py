@@ -130,6 +130,16 @@ def test_a_line_every_two_seconds_however_slow() -> None:
     assert len(written(console).splitlines()) == 1 + 3  # at 0, 2 and 4 seconds
 
 
+def test_a_speed_is_never_negative() -> None:
+    """A learner that died goes on a round before what it had told."""
+    console, clock = piped(), Clock()
+    with run_console("run", 500, NAMES, console=console, clock=clock) as shown:
+        for tick, done in enumerate((20, 19)):
+            clock.now = 2.0 * tick
+            shown.update(look(done, clock.now), "running", overheard=0)
+    assert "round 19/500  running  0 rounds/s" in written(console)
+
+
 def test_a_change_of_state_is_said_at_once() -> None:
     console = piped()
     with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:

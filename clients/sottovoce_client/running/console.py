@@ -104,7 +104,7 @@ class _Pace:
         if not self._looks:
             return 0.0
         (since, before), (now, done) = (self._looks[0] if len(self._looks) > 1 else (0.0, 0)), self._looks[-1]
-        return (done - before) / (now - since) if now > since else 0.0
+        return max(0, done - before) / (now - since) if now > since else 0.0
 
     @property
     def left(self) -> str:

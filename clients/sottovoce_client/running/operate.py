@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -191,6 +191,7 @@ class _Running:
         self._addresses = [each.address for each in started.learners]
         self._moved = asyncio.Event()  # some learner is elsewhere now
         self._lost: set[int] = set()
+        self._known: Sequence[LearnerStatus] = ()
         self._unfed: BaseException | None = None
         self._give_up = asyncio.Event()
 
@@ -351,7 +352,7 @@ class _Running:
         self._watch(self._progress[-1], _state(view))
 
     def _look(self, view: coordinator_pb2.Run) -> Progress:
-        statuses = _statuses(view)
+        statuses = self._newest(_statuses(view))
         return Progress(
             seconds=time.monotonic() - self._began,
             rounds=tuple(s.rounds_done for s in statuses),
@@ -364,6 +365,14 @@ class _Running:
             run_id=plain(view.run_id),
             uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
         )
+
+    def _newest(self, told: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
+        """What is known of each learner: a coordinator that was away comes back with what it had kept, which may be less."""
+        self._known = [
+            before if (before.rounds_said, before.rounds_done) > (now.rounds_said, now.rounds_done) else now
+            for before, now in zip(self._known or told, told, strict=True)
+        ]
+        return self._known
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:
         """Labels on the held-out records; None where the run did not opt in or the learner is gone."""
