@@ -282,6 +282,20 @@ def test_a_command_that_is_told_to_stop_twice_says_what_comes_of_its_run(
     assert ("sottovoce runs stop small-1" in document["detail"]) == ("the coordinator" in away)
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_people_are_told_that_there_is_no_report_and_what_there_is(
+    state: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*words: Any, **more: Any) -> Outcome:
+        detail = BY_OPERATOR if state == "stopped" else "ann is gone"
+        return Outcome("small-1", state, detail, 1.0, (), (), "my captures/small-1", (None,) * 3)
+
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    said = CliRunner().invoke(app, ["run", "small.yaml", "--out", "o"]).stdout
+    assert f"A run that {state if state == 'failed' else 'was stopped by its operator'} has no summary" in said
+    assert "kept in my captures/small-1, and shown by: sottovoce transcript show 'my captures/small-1'" in said
+
+
 def test_a_signal_during_the_summary_says_that_the_run_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(*words: Any, **more: Any) -> Outcome:
         return Outcome("small-1", "finished", "", 1.0, (), (), None, (None,) * 3)

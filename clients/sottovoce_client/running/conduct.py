@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -133,8 +134,12 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> 
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
     print(plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}"))
+    if outcome.detail != _UNSUMMED:
+        how = "failed" if outcome.state == "failed" else "was stopped by its operator"
+        print(f"A run that {how} has no summary and no report")
     if outcome.capture is not None:
-        print(plain(f"What was overheard is kept in {outcome.capture}"))
+        shown = f"sottovoce transcript show {shlex.quote(outcome.capture)}"
+        print(plain(f"What was overheard is kept in {outcome.capture}, and shown by: {shown}"))
     _print_all(not_captured(outcome))
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
