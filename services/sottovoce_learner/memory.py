@@ -48,6 +48,7 @@ class Memory:
         inputs: of the round that was learned last, from which the next message is made.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         own: the same, as signatures say it.
+        messages: that were said, one for everybody who was told.
         correct, judged: records that were predicted before they were learned: those that it got right, and all.
     """
 
@@ -62,7 +63,7 @@ class Memory:
         self.inputs = Said(b"")
         self.frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self.own = Own(keep)
-        self.correct = self.judged = 0
+        self.messages = self.correct = self.judged = 0
 
     @property
     def over(self) -> bool:
@@ -81,7 +82,9 @@ class Memory:
         self.state = state
         self.books.charge(spent)
         self.frames.append((t, frame))
-        self.own.said(t, digest(frame), self.plan.part(t).told)
+        told = self.plan.part(t).told
+        self.own.said(t, digest(frame), told)
+        self.messages += len(told)
         self.said = t + 1
 
     def hear(self, messages: Mapping[int, Message], batch: Batch) -> HeardFromNeighbours:
@@ -137,6 +140,7 @@ class Memory:
             (self.correct, self.judged),
             self.own.vouched,
             self.inputs.heard if self._late else (),
+            self.messages,
         )
 
     def restore(self, image: Image) -> None:
@@ -163,3 +167,4 @@ class Memory:
         self.frames.extend(image.frames)
         self.correct, self.judged = image.judged
         self.said, self.done = len(counts) + 1, len(counts)
+        self.messages = self.plan.messages(self.said) if image.messages is None else image.messages

@@ -22,6 +22,8 @@ from sottovoce.errors import DataError
 _MAGIC, FORMAT = b"sotto.s\0", 1
 _HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
 _ALIGNED = 64
+ADDED = {"added": True}
+"""Metadata of a field that earlier versions of its class did not write: read from what they wrote it has its default."""
 
 
 class Unpackable(TypeError):
@@ -174,11 +176,18 @@ class _Reading:
 
     def _made(self, node: Mapping[str, Any]) -> Any:
         kind, given = _class(node["d"]), node["v"]
-        if not is_dataclass(kind) or {each.name for each in fields(kind)} != set(given):
+        if not is_dataclass(kind):
+            raise _another(node["d"])
+        missing = [each for each in fields(kind) if each.name not in given]
+        if len(fields(kind)) != len(given) + len(missing) or not all(
+            ADDED.items() <= f.metadata.items() for f in missing
+        ):
             raise _another(node["d"])
         made = object.__new__(kind)  # as it was: whatever its constructor would add is in its fields
-        for name, each in given.items():
-            object.__setattr__(made, name, self.value(each))
+        for name, value in given.items():
+            object.__setattr__(made, name, self.value(value))
+        for each in missing:
+            object.__setattr__(made, each.name, each.default)
         return made
 
 

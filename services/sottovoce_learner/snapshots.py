@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -14,7 +14,7 @@ from sottovoce.running.run import Run
 from sottovoce_learner.bodies import Snapshot
 from sottovoce_learner.intake import Taken
 from sottovoce_learner.log import Reading
-from sottovoce_learner.packing import Unpackable, pack, unpack
+from sottovoce_learner.packing import ADDED, Unpackable, pack, unpack
 from sottovoce_learner.signing import Vouched
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.logs import failure
@@ -35,6 +35,7 @@ class Image:
         judged: records that it predicted before it learned them: those that it got right, and all.
         vouched: digests of what it said, in the blocks that it signs or may sign again.
         heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
+        messages: that it has said; None: an earlier version did not count them.
     """
 
     state: Any
@@ -45,6 +46,7 @@ class Image:
     judged: tuple[int, int]
     vouched: Vouched
     heard: tuple[bytes, ...] = ()
+    messages: int | None = field(default=None, metadata=ADDED)
 
 
 def named(run: Run) -> dict[str, object]:

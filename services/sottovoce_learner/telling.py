@@ -39,8 +39,6 @@ class Telling:
     ) -> None:
         self._role, self._attendance, self._own = role, attendance, own
         self._links, self._credentials, self._mirror = links, credentials, mirror
-        self.messages = self.bytes = 0
-        """Handed to links, one message for each."""
 
     def say(self, t: int, frame: bytes, told: Sequence[int]) -> None:
         """Hand a round's message to everybody who is told.
@@ -50,8 +48,6 @@ class Telling:
         """
         for j in told:
             self._links[j].say(t, frame)
-        self.messages += len(told)
-        self.bytes += len(frame) * len(told)
         if self._mirror is not None:
             self._mirror(frame, list(told))
         if self._ends_block(t):

@@ -130,6 +130,16 @@ def test_a_line_every_two_seconds_however_slow() -> None:
     assert len(written(console).splitlines()) == 1 + 3  # at 0, 2 and 4 seconds
 
 
+def test_a_speed_is_never_negative() -> None:
+    """A learner that died goes on a round before what it had told."""
+    console, clock = piped(), Clock()
+    with run_console("run", 500, NAMES, console=console, clock=clock) as shown:
+        for tick, done in enumerate((20, 19)):
+            clock.now = 2.0 * tick
+            shown.update(look(done, clock.now), "running", overheard=0)
+    assert "round 19/500  running  0 rounds/s" in written(console)
+
+
 def test_a_change_of_state_is_said_at_once() -> None:
     console = piped()
     with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
@@ -241,6 +251,29 @@ def test_summary_fits(width: int, large: bool) -> None:
     assert max(map(cell_len, lines)) <= width
     table = "\n".join(lines[1:10])
     assert "…" not in table.replace("hospital-o…", "").replace("hospital-of-the-holy-sp…", "")
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (120, ""),
+        (80, "capture’s loss per record"),
+        (60, "capture’s loss per record, paper’s ε"),
+    ],
+)
+def test_numbers_are_never_cut(width: int, left_out: str) -> None:
+    """What finds no room is left out, and said."""
+    swap = Swap(0.003339, 0.003339, 0.9488, np.zeros(500))
+    ward = replace(learner("a"), paper=12_345.0, event=0.9488, record=0.9488, swap_event=swap, swap_record=swap)
+    text = printed(summary_of(replace(ward, name="learner-0"), replace(ward, name="learner-1")), width)
+    row = next(line for line in text.splitlines() if "learner-1" in line)
+
+    assert "0.00334 of 0.949" in row and row.split().count("0.9488") == 2 and "…" not in text
+    assert ("12,340" in row) == ("paper" not in left_out)
+    if left_out:
+        assert f"a wider terminal shows {left_out}, too" in " ".join(text.split())
+    else:
+        assert "a wider terminal" not in text
 
 
 def test_of_a_tapped_run_the_summary_says_what_was_recorded() -> None:

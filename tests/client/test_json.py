@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +262,70 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
         assert done.exit_code == 1
         assert f"{failed}{IN_THE_LOG}: {Path('o', named)}\n" in done.output
         shutil.rmtree(folder / "o")
+
+
+@pytest.mark.parametrize(
+    ("command", "seen", "away", "state", "says"),
+    [
+        ("run", "running", ("the coordinator",), "running", "goes on, and was in round 3 when it was seen last"),
+        ("run", "running", ("learner-1",), "running", "was told to stop in round 3"),
+        ("run", "finished", (), "finished", "finished in round 3: this command was told to end before"),
+        ("up", "running", (), "stopped", "stopped in round 3: told to stop twice, its services ended at once"),
+    ],
+)
+def test_a_command_that_is_told_to_stop_twice_says_what_comes_of_its_run(
+    command: str,
+    seen: str,
+    away: tuple[str, ...],
+    state: str,
+    says: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(*words: Any, **more: Any) -> Outcome:
+        (watch,) = (each for each in words if callable(each))
+        none, counts = (None,) * 3, (3, 4, 5)
+        watch(Progress(1.0, counts, none, (0.0,) * 3, counts, away, run_id="small-1"), seen)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(60.0)
+        raise AssertionError("not cancelled")
+
+    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    document = told(command, "small.yaml", "--out", "o", code=130)
+    assert (document["run_id"], document["state"], document["rounds_done"]) == ("small-1", state, 3)
+    assert says in document["detail"] and "Nothing was run" not in document["detail"]
+    assert ("sottovoce runs stop small-1" in document["detail"]) == ("the coordinator" in away)
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_people_are_told_that_there_is_no_report_and_what_there_is(
+    state: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*words: Any, **more: Any) -> Outcome:
+        detail = BY_OPERATOR if state == "stopped" else "ann is gone"
+        return Outcome("small-1", state, detail, 1.0, (), (), "my captures/small-1", (None,) * 3)
+
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    said = CliRunner().invoke(app, ["run", "small.yaml", "--out", "o"]).stdout
+    assert f"A run that {state if state == 'failed' else 'was stopped by its operator'} has no summary" in said
+    assert "kept in my captures/small-1, and shown by: sottovoce transcript show 'my captures/small-1'" in said
+
+
+def test_a_signal_during_the_summary_says_that_the_run_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*words: Any, **more: Any) -> Outcome:
+        return Outcome("small-1", "finished", "", 1.0, (), (), None, (None,) * 3)
+
+    def cut(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    monkeypatch.setattr("sottovoce_client.running.conduct.summarise", cut)
+    document = told("run", "small.yaml", "--out", "o", code=130)
+    assert (document["run_id"], document["state"]) == ("small-1", "finished")
+    assert "before it had made the summary" in document["detail"]
 
 
 def test_models_and_figures_of_a_simulation(folder: Path) -> None:

@@ -25,7 +25,7 @@ from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
 from sottovoce_learner.ingest import Ingest
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
-from tests.examples import small_spec
+from tests.examples import made_up, small_spec
 from tests.gossip import GOSSIP
 from tests.services.identities import Identities
 from tests.services.network import OPERATOR, Network, network
@@ -301,8 +301,14 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
         with pytest.raises(NotReady, match="not in a run"):
             async with connect_learner(up.addresses["ann"], patience_s=0.5):
                 pass
+        spec = small_spec(2, NAMES)
+        over = await up.run(spec, made_up(spec))
+        first = rf"no run is under way at {up.addresses['ann']}: {over.run_id} \(finished\) is over for this learner; "
+        with pytest.raises(SpecError, match=f"^{first}the records of this run come from .*: only one with"):
+            async with connect_learner(up.addresses["ann"]):
+                pass
         await up.start(small_spec(10, NAMES), 3)
-        with pytest.raises(SpecError, match=r"only one with data\.source live takes others"):
+        with pytest.raises(SpecError, match=r"^the records of this run come from .*: only one with data"):
             async with connect_learner(up.addresses["ann"]):
                 pass
 

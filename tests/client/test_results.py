@@ -116,7 +116,7 @@ def test_a_run_that_failed_is_tried_again_in_the_same_folder(
 ) -> None:
     out, tried = tmp_path / "out", list[Path]()
 
-    def conduct(prepared: Any, folder: Path, start: Callable[..., Any]) -> int:
+    def conduct(prepared: Any, folder: Path, start: Callable[..., Any], **_: Any) -> int:
         (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
         tried.append(folder)
         return 1

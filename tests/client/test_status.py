@@ -239,6 +239,8 @@ def test_pace_and_time_left_are_of_now_or_else_of_all_so_far() -> None:
     assert progress_line(view(*at), now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 48 s left"
     stuck = view(at[1], replace(at[1], at=2.0))
     assert progress_line(stuck, now) == "40 of 1,000 rounds, 0 rounds/s (4 so far), about 4 min 00 s left"
+    paced = replace(view(*at), period_s=0.2)  # it catches up after a pause, and not for ever
+    assert progress_line(paced, now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 3 min 10 s left"
     assert progress_line(view(*at, rounds=None), now) == "40 rounds, 20 rounds/s (4 so far)"
     assert progress_line(view(at[1], state="finished", ended=now), now) == "40 of 1,000 rounds"
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,8 @@ async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_traject
     assert (unseen, seen) == (False, True)
     assert said(killed) == said(lost) == said(calm)
     assert len(said(killed)) == 3 * 200
+    for old, new in pairwise(killed.progress):  # what a person watches does not go back
+        assert all(a <= b for a, b in zip((*old.rounds, *old.messages), (*new.rounds, *new.messages), strict=True))
     spent = [[status.epsilon_spent for status in each.statuses] for each in (calm, killed, lost)]
     assert spent[0] == spent[1] == spent[2]
 
@@ -189,6 +192,8 @@ async def test_a_run_survives_the_death_of_a_learner(calm: Outcome, tmp_path: Pa
     assert [(each.state, each.detail) for each in (calm, killed, drawn)] == 3 * [("finished", "")]
     assert said(killed) == said(calm)
     assert len(said(drawn)) == 3 * 200
+    told = [[(status.messages_sent, status.bytes_sent) for status in each.statuses] for each in (calm, killed, drawn)]
+    assert told[0] == told[1] == told[2]
     spent = [[status.epsilon_spent for status in each.statuses] for each in (calm, killed, drawn)]
     assert spent[0] == spent[1] == spent[2]
 

@@ -294,7 +294,7 @@ def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
         return run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services)
 
-    _conduct(spec, out, start, canaries, SERVED)
+    _conduct(spec, out, start, canaries, served=True)
 
 
 def _conduct(
@@ -302,7 +302,8 @@ def _conduct(
     out: Path | None,
     start: Callable[..., Coroutine[Any, Any, Any]],
     canaries: int = 0,
-    writes: Sequence[str] = (),
+    *,
+    served: bool = False,
 ) -> None:
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
     from sottovoce.experiment import PAUSES
@@ -313,9 +314,9 @@ def _conduct(
     for finding in prepared.run.warnings:  # the others are for whoever reads the results
         if finding.code == PAUSES:
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
-    folder = folder_for(spec.name, out, [*_RUN, *writes], dump_spec(prepared.run.spec, out))
+    folder = folder_for(spec.name, out, [*_RUN, *(SERVED if served else ())], dump_spec(prepared.run.spec, out))
     if canaries:
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))
+    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), served=served))

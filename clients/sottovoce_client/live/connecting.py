@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,11 +14,13 @@ from typing import Any
 
 import grpc
 
-from sottovoce.errors import NotReady
+from sottovoce.errors import NotReady, SpecError
+from sottovoce.plain import plain
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import At, intake
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import reach
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
@@ -81,7 +84,12 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
             await reach(self._channel, who, seconds, lambda why, _: self._waits(why))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
-            return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports)
+            try:
+                return ConnectedLearner(
+                    at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports
+                )
+            except SpecError as error:
+                raise await self._refused(stub, error) from None
         except BaseException:
             await self._channel.close()
             raise
@@ -90,6 +98,15 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         if self._tell is not None and why != self._told:
             self._told = why
             self._tell(why)
+
+    async def _refused(self, stub: Any, error: SpecError) -> SpecError:
+        """Why a run takes no records from here; of one that is over, that first."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            now = LearnerStatus.from_wire((await stub.Status(learner_pb2.StatusRequest(), timeout=CONNECT_S)).status)
+            if now.run_id and not now.state.under_way:
+                over = f"{plain(now.run_id)} ({now.state.name.lower().replace('_', ' ')})"
+                return SpecError(f"no run is under way at {self._at.address}: {over} is over for this learner; {error}")
+        return error
 
     async def _in_a_run(self, stub: Any) -> learner_pb2.IntakeResponse:
         """Wait until it is in one."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,27 @@ from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
 from sottovoce_client.running.local import JOURNALS
-from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
+from sottovoce_client.running.operate import BY_OPERATOR, THE_COORDINATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
 from sottovoce_rpc.logs import IN_THE_LOG
 
+_OVER = ("finished", "stopped", "failed")
+_UNSUMMED = "this command was told to end before it had made the summary"
 _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
 
-def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
+def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = False) -> int:
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
     0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, or
-    the capture could not be written. 130: stopped by the operator.
+    the capture could not be written. 130: stopped by the operator, or this command was told to end before the run was over.
+
+    Args:
+        prepared: what to run.
+        folder: for spec, summary and report.
+        start: runs it.
+        served: its services are those of this command, and end with it.
 
     Raises:
         SottovoceError: the run was refused, or a service did not start.
@@ -41,11 +51,11 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
-    last = list[Progress]()  # the newest look
+    last = list[tuple[Progress, str]]()  # the newest look, and the state of the run
     with run_console(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
-            last[:] = [progress]
+            last[:] = [(progress, state)]
             console.update(progress, state, overheard=sum(progress.messages) if captured else None)
 
         try:
@@ -54,10 +64,12 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
             kept = str(folder / "captures") if captured else None
             overheard = "" if kept is None else f". What was overheard is kept in {kept}"
             print(plain(f"The run failed: {death}{overheard}"))
-            seen = last[0] if last else Progress(0.0, (), (), (), ())
+            seen = last[0][0] if last else Progress(0.0, (), (), (), ())
             _tell(folder, spec, seen.run_id, "failed", str(death), seen.done, kept)
             return 1
         except Interrupted as told:
+            if last:
+                return _left(*last[0], folder, spec, served=served)
             print(plain(f"Nothing was run: {told}"))
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
@@ -66,10 +78,13 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"
-        with terminal.said_if_long("making the summary and the report ..."):
-            summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
-            summary.save(folder / "summary.json")
-            run_page(summary).write(report)
+        try:
+            with terminal.said_if_long("making the summary and the report ..."):
+                summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
+                summary.save(folder / "summary.json")
+                run_page(summary).write(report)
+        except KeyboardInterrupt:
+            return _cut_short(replace(outcome, detail=_UNSUMMED), folder, spec, code=130)
         print_summary(summary, report=report)
         _print_all(summary.not_captured)
         terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)
@@ -92,20 +107,48 @@ def _print_all(lines: Iterable[str]) -> None:
         print(plain(line))
 
 
-def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec) -> int:
+def _left(seen: Progress, state: str, folder: Path, spec: RunSpec, *, served: bool) -> int:
+    """Told to stop twice, this command did not wait for the end of its run: say what comes of it, as far as that is known."""
+    run_id, captured = seen.run_id, served and spec.capture in ("relay", "mirror")
+    if state in _OVER:
+        comes = f"{state} in round {seen.done}: {_UNSUMMED}"
+    elif served:
+        state = "stopped"
+        comes = f"stopped in round {seen.done}: told to stop twice, its services ended at once"
+    elif THE_COORDINATOR in seen.away:
+        unfed = "" if spec.data.live else " Records come to it no more: this command brought them."
+        comes = (
+            f"goes on, and was in round {seen.done} when it was seen last: {THE_COORDINATOR} was away, and this "
+            f"command, told to stop twice, has ended.{unfed} To stop the run: sottovoce runs stop {run_id}"
+        )
+    else:
+        comes = (
+            f"was told to stop in round {seen.done}, and this command, told twice, did not wait for its end: sottovoce runs "
+            f"show {run_id} says what came of it"
+        )
+    print(plain(f"The run {run_id} {comes}"))
+    _tell(folder, spec, run_id, state, comes, seen.done, str(folder / "captures") if captured else None)
+    return 130
+
+
+def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> int:
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
     print(
         plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}")
     )
+    if outcome.detail != _UNSUMMED:
+        how = "failed" if outcome.state == "failed" else "was stopped by its operator"
+        print(f"A run that {how} has no summary and no report")
     if outcome.capture is not None:
-        print(plain(f"What was overheard is kept in {outcome.capture}"))
+        shown = f"sottovoce transcript show {shlex.quote(outcome.capture)}"
+        print(plain(f"What was overheard is kept in {outcome.capture}, and shown by: {shown}"))
     _print_all(not_captured(outcome))
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
         print(plain(noticed_line(noticed.count, noticed.first)))
     _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
-    return 130 if outcome.detail == BY_OPERATOR else 1
+    return 130 if outcome.detail == BY_OPERATOR else code
 
 
 def _log_of(outcome: Outcome, folder: Path) -> str:

@@ -20,6 +20,7 @@ from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
+    NOTHING,
     UNASKED,
     UNHELD,
     ciphertext_line,
@@ -44,6 +45,8 @@ MOST_ROWS = 16
 """Learners that the final table shows at most."""
 MOST_NOTICED = 3
 """Lines on misconduct that the live display shows at most."""
+_CLAIMS = ("paper’s ε", "ε per event", "ε per record")
+_LOSSES = ("capture’s loss per event", "capture’s loss per record")
 _KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
 _STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
@@ -104,7 +107,7 @@ class _Pace:
         if not self._looks:
             return 0.0
         (since, before), (now, done) = (self._looks[0] if len(self._looks) > 1 else (0.0, 0)), self._looks[-1]
-        return (done - before) / (now - since) if now > since else 0.0
+        return max(0, done - before) / (now - since) if now > since else 0.0
 
     @property
     def left(self) -> str:
@@ -248,9 +251,9 @@ def _with_away(state: str, progress: Progress) -> str:
     return f"{state}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} away" if gone else state
 
 
-def _table(first: str, *others: str, name_width: int = 24) -> Table:
+def _table(first: str, *others: str) -> Table:
     table = terminal.table()
-    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=min(24, name_width), vertical="bottom")
+    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24, vertical="bottom")
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table
@@ -267,7 +270,10 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
     """
     console = console or terminal.console()
     console.print(_state_line(summary))
-    console.print(_learner_table(summary, console.width))
+    table, left_out = _learner_table(summary, console.width)
+    console.print(table)
+    if left_out:
+        console.print(f"a wider terminal shows {', '.join(left_out)}, too; so do summary.json and --json")
     facts = terminal.facts()
     for name, value in _facts(summary, report):
         facts.add_row(name, value)
@@ -283,33 +289,50 @@ def _state_line(summary: RunSummary) -> Text:
     return line
 
 
-def _learner_table(summary: RunSummary, width: int) -> Table:
-    claims = ("paper’s\nε", "ε per\nevent", "ε per\nrecord")
-    unknown = summary.live and telling(summary) is None
-    losses = () if unknown else ("capture’s loss\nper event", "capture’s loss\nper record")
-    learned = "records\nlearned" if summary.live else "test\naccuracy"
-    table = _table("learner", learned, *claims, *losses, name_width=max(11, width - 69))
-    for learner in summary.learners[:MOST_ROWS]:
-        table.add_row(*_cells(learner, live=summary.live)[: len(table.columns)])
-    if len(summary.learners) > MOST_ROWS:
-        table.add_row(f"… {len(summary.learners) - MOST_ROWS} more", style="dim")
-    if summary.central_accuracy is not None:
-        table.add_section()
-        table.add_row("centralised", share(summary.central_accuracy), *("∞",) * 3, style="dim")
-    return table
+def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
+    """A row for each learner, and the columns that found no room."""
+    heads = ["learner", "records learned" if summary.live else "test accuracy", *_CLAIMS]
+    if not (summary.live and telling(summary) is None):  # else they are not known
+        heads += _LOSSES
+    shown, more = summary.learners[:MOST_ROWS], len(summary.learners) - MOST_ROWS
+    most = min(24, max(11, width - 69))
+    rows = [(_shortened(each.name, most), *_cells(each, live=summary.live)) for each in shown]
+    if more > 0:
+        rows.append((f"… {more} more", *[""] * (len(_CLAIMS) + len(_LOSSES) + 1)))
+    if (central := summary.central_accuracy) is not None:
+        rows.append(("centralised", share(central), *["∞"] * len(_CLAIMS), *[""] * len(_LOSSES)))
+    cells = [row[: len(heads)] for row in rows]
+    table, left_out = terminal.fitted(
+        width, heads, cells, right=heads[1:], spare=(_LOSSES[1], *_CLAIMS[::2], _LOSSES[0])
+    )
+    for row, each in zip(table.rows, shown, strict=False):
+        row.style = "bold red" if any(map(_refuted, (each.swap_event, each.swap_record))) else ""
+    for row in table.rows[len(shown) :]:
+        row.style = "dim"
+    if central is not None and len(rows) > 1:
+        table.rows[-2].end_section = True
+    return table, left_out
 
 
-def _cells(learner: LearnerSummary, *, live: bool) -> tuple[RenderableType, ...]:
+def _shortened(name: str, most: int) -> str:
+    """A name in so many cells."""
+    text = Text(name)
+    text.truncate(most, overflow="ellipsis")
+    return text.plain
+
+
+def _cells(learner: LearnerSummary, *, live: bool) -> tuple[str, ...]:
     epsilons = (number(learner.paper), number(learner.event), number(learner.record))
     learned = count(learner.records) if live else share(learner.test_accuracy)
-    return (Text(learner.name), learned, *epsilons, _loss(learner.swap_event), _loss(learner.swap_record))
+    return (learned, *epsilons, _loss(learner.swap_event), _loss(learner.swap_record))
 
 
-def _loss(swap: Swap | None) -> Text:
-    if swap is None:
-        return Text("–", style="dim")
-    style = "bold red" if exceeds(max(swap.loss, swap.supremum), swap.budget) else ""
-    return Text(f"{number(swap.loss, 3)} of {number(swap.budget, 3)}", style=style)
+def _loss(swap: Swap | None) -> str:
+    return NOTHING if swap is None else f"{number(swap.loss, 3)} of {number(swap.budget, 3)}"
+
+
+def _refuted(swap: Swap | None) -> bool:
+    return swap is not None and exceeds(max(swap.loss, swap.supremum), swap.budget)
 
 
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -41,6 +41,8 @@ MOST_LOOKS = 4_096
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
+THE_COORDINATOR = "the coordinator"
+"""Who is away, in a look at a run whose coordinator does not answer."""
 UNFED = "a feeder could not deliver its records"
 """Begins the reason of a run that was stopped for it."""
 
@@ -48,7 +50,7 @@ Watcher = Callable[[Progress, str], None]
 
 
 class Interrupted(SottovoceError):
-    """Told to stop before there was a run to stop."""
+    """Told to stop before there was a run to stop; or twice, and what comes of the run is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +191,13 @@ class _Running:
         self._addresses = [each.address for each in started.learners]
         self._moved = asyncio.Event()  # some learner is elsewhere now
         self._lost: set[int] = set()
+        self._known: Sequence[LearnerStatus] = ()
         self._unfed: BaseException | None = None
         self._give_up = asyncio.Event()
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
+        self._see(self._started)  # from here on there is a run
         if self._attempt:  # learners may have left or joined before it failed
             await self._amended(self._started)
         async with Tasks() as tasks:
@@ -331,7 +335,7 @@ class _Running:
                 gone = isinstance(error, Unavailable) or error.code() in _GONE
                 if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
                     raise
-            self._watch(replace(self._look(last), away=("the coordinator",)), _state(last))
+            self._watch(replace(self._look(last), away=(THE_COORDINATOR,)), _state(last))
             await asyncio.sleep(_AGAIN_S)
 
     def _see(self, view: coordinator_pb2.Run) -> None:
@@ -348,7 +352,7 @@ class _Running:
         self._watch(self._progress[-1], _state(view))
 
     def _look(self, view: coordinator_pb2.Run) -> Progress:
-        statuses = _statuses(view)
+        statuses = self._newest(_statuses(view))
         return Progress(
             seconds=time.monotonic() - self._began,
             rounds=tuple(s.rounds_done for s in statuses),
@@ -361,6 +365,14 @@ class _Running:
             run_id=plain(view.run_id),
             uncaptured=None if view.HasField("ended_at") else plain(view.capture_error),
         )
+
+    def _newest(self, told: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
+        """What is known of each learner: a coordinator that was away comes back with what it had kept, which may be less."""
+        self._known = [
+            before if (before.rounds_said, before.rounds_done) > (now.rounds_said, now.rounds_done) else now
+            for before, now in zip(self._known or told, told, strict=True)
+        ]
+        return self._known
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:
         """Labels on the held-out records; None where the run did not opt in or the learner is gone."""

@@ -29,6 +29,7 @@ from sottovoce_client.web.view import (
     Look,
     RunLine,
     RunView,
+    lasting,
     newest,
     run_view,
 )
@@ -343,11 +344,11 @@ def mean_rate(run: RunView, now: float) -> float | None:
 
 
 def seconds_left(run: RunView, now: float) -> float | None:
-    """At the pace of now; where no round fell into this while, at that since the start. None: that is not known."""
+    """At the pace of now, as far as it lasts; where no round fell into this while, at that since the start. None: not known."""
     pace = run.rate or mean_rate(run, now)
     if run.rounds is None or run.state != "running" or not pace:
         return None
-    return float(f"{max(0, run.rounds - run.round) / pace:.2g}")
+    return float(f"{max(0, run.rounds - run.round) / lasting(pace, run.period_s):.2g}")
 
 
 def _learners_table(run: RunView) -> Table:

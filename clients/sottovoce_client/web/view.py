@@ -280,13 +280,18 @@ def run_view(course: Course, plan: Plan, history: History) -> RunView:
         round=now.round,
         rounds=plan.rounds,
         rate=_mean_rate(course, now) if over else rate,
-        left_s=left / rate if left is not None and rate and not over else None,
+        left_s=left / lasting(rate, plan.period_s) if left is not None and rate and not over else None,
         pace=history.pace,
         counted_by="learners" if now.heard is None else "eavesdropper",
         learners=learner_views(plan, now, before),
         edges=edge_views(plan.ways, now, before),
         notices=course.notices,
     )
+
+
+def lasting(rate: float, period_s: float | None) -> float:
+    """The rounds a second that may last: a clock that paces them lets them be faster only for a while, after a pause."""
+    return rate if period_s is None else min(rate, 1.0 / period_s)
 
 
 def learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerView, ...]:
