@@ -19,8 +19,9 @@ from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
+from sottovoce_client.auditing.promise import TAKEN, require_promised
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
@@ -190,6 +191,8 @@ class _Watching:
         question = self._question
         capture.require_messages()
         spec = parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports)
+        if code_to_import(capture.facts["spec"]) is None:  # what lies beside it is not imported unasked
+            require_promised(spec, [capture])
         if question.logs:
             return self._by_logs(capture, spec)
         if spec.data.live:
@@ -311,11 +314,12 @@ def _planned(spec: RunSpec) -> int | None:
 
 
 def _provenance(capture: Capture) -> str:
-    """What the capture's signatures say of it; where it is not what was signed, that."""
+    """What the capture's signatures say of it; where it is not what was signed, that. And whose word the promise is."""
     try:
-        return provenance([capture], capture.place)
+        signed = provenance([capture], capture.place)
     except CaptureError as error:
-        return f"{error}."
+        signed = f"{error}."
+    return f"{signed} {TAKEN} sottovoce audit SPEC --from holds the capture to the spec that you were told."
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:
