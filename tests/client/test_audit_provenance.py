@@ -14,6 +14,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from rich.console import Console
 
@@ -65,16 +67,16 @@ def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed
     return open_capture(folder)
 
 
-def watched(place: Path) -> str:
-    """What is printed of a capture that is there."""
+def watched(place: Path, code: int | None = None) -> str:
+    """What is printed of a capture that is there; `code`: with which it ends."""
 
     def prepare(spec: RunSpec) -> Prepared:
         plan = planned()
         return Prepared(plan.run, plan.data)
 
     console = Console(file=io.StringIO(), width=1000)
-    watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
-    assert isinstance(console.file, io.StringIO)
+    ended = watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
+    assert isinstance(console.file, io.StringIO) and code in (None, ended)
     return console.file.getvalue()
 
 
@@ -184,6 +186,27 @@ def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path
     assert any(each.startswith(told) for each in audited(tmp_path, plan).provisos)
     assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).provisos)
     assert told in watched(tmp_path)
+
+
+def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm(
+    tmp_path: Path, identities: Identities
+) -> None:
+    plan = planned()
+    part = keep(tmp_path / "captures", plan, None, 0) / "part-000001.parquet"
+    table = parquet.read_table(part)
+    cases = {
+        "whole": (table, 0, "no alarm"),
+        "cut": (table.slice(0, table.num_rows // 2), 2, "parts are missing"),
+        "twice": (pa.concat_tables([table, table.slice(table.num_rows - 1)]), 2, "somebody changed it"),
+    }
+    for name, (rows, code, said) in cases.items():
+        parquet.write_table(rows, part)
+        assert said in watched(tmp_path, code), name
+    early = keep(tmp_path / "early", plan, None, 1, rounds=ROUNDS - 1)  # closed, and nothing of it is missing
+    assert f"ends before round {ROUNDS - 1}" in watched(early, 2)
+    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    signed(tmp_path / "changed", identities, changed=True)
+    assert "  not whole  " in watched(tmp_path / "changed", 2)
 
 
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:
