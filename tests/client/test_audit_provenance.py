@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import yaml
 from rich.console import Console
 
 from sottovoce.errors import CaptureError, SpecError
@@ -180,6 +181,9 @@ def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_import
     text = dump_spec(spec, tmp_path / "deep")
     assert text != dump_spec(spec)
     (tmp_path / "spec.yaml").write_text(text)
+    assert audited(tmp_path, plan).plan.runs == 1
+    elsewhere = yaml.safe_load(text) | {"topology": {"graph": {"kind": "file", "path": "graph.txt"}}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(elsewhere))  # which is not here: the rest is compared
     assert audited(tmp_path, plan).plan.runs == 1
     (tmp_path / "spec.yaml").write_text(text.replace("name: ldp-dol", "name: antigravity:Algorithm"))
     with pytest.raises(CaptureError, match="cannot be held against them"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -36,11 +37,11 @@ def require_promised(spec: RunSpec, captures: Sequence[Capture], place: Folder |
     """
     for path in _beside(captures, place):
         try:
-            document = read_document(path)
-            found = parse_spec(document, source=str(path), imports=False)
+            found = parse_spec(read_document(path), source=str(path), imports=False)
         except SpecError as error:
             raise CaptureError(f"{path} lies beside the captures, and cannot be held against them: {error}") from None
-        if where := list(islice(differences(_promised(spec), _promised(found)), _NAMED)):
+        promised = partial(_promised, network=_has_network(found))
+        if where := list(islice(differences(promised(spec), promised(found)), _NAMED)):
             raise CaptureError(
                 f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(where)}: one of them was "
                 f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --from ..."
@@ -56,9 +57,19 @@ def _beside(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _promised(spec: RunSpec) -> dict[str, Any]:
+def _has_network(spec: RunSpec) -> bool:
+    """Whether a graph that a spec names as a file can be read here."""
+    try:
+        spec.topology.without_files(spec.n_learners)
+    except SpecError:
+        return False
+    return True
+
+
+def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     """What an audit takes from a spec, but for where data lie, and who was away in the end: `spec.yaml` may lack that."""
-    document = as_audited(spec).model_dump(mode="json")
+    kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
+    document = as_audited(kept).model_dump(mode="json")
     source = document["data"]["source"]
     return {**document, "absences": None, "data": {**document["data"], "source": PurePath(str(source)).name}}
 
