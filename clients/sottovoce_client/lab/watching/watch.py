@@ -171,8 +171,9 @@ class _Watching:
         ):
             keys.save(self._question.keys, sight.watch.keys, capture.facts["run_id"])
         if capture.complete and sight.rounds is not None and rounds.next < sight.rounds and not self._over_early(sight):
-            wrong = wrong or _unheard(rounds, sight)
-            console.out(_unheard(rounds, sight), highlight=False)
+            unheard = _unheard(rounds, sight)
+            wrong = wrong or ("" if run.spec.data.live else unheard)  # a live run may well end when it is stopped
+            console.out(unheard, highlight=False)
         if self._question.once and wrong and sight.state == NO_ALARM:
             sight.state = INCOMPLETE
         if sight.watch.round < rounds.next and not self._over_early(sight):
