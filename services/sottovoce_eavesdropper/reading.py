@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MOST_FACTS = 16 * MIB
 """Bytes of `capture.json`."""
+_CHANGED = "the capture may be damaged, or somebody changed it"
 MOST_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
 _MOST_NUMBERS, _MOST_FIELDS = 2**24, 256
@@ -125,7 +126,8 @@ class Capture:
                 found += _count(batch, kind)
                 yield batch.select(list(names))
         if self.complete and found != due:
-            raise CaptureError(f"the capture {self.name} must have {due} {kind}s, got {found}: parts are missing")
+            why = "parts are missing, or it was changed" if found < due else "it is damaged, or somebody changed it"
+            raise CaptureError(f"the capture {self.name} must have {due} {kind}s, got {found}: {why}")
 
     def messages(self, columns: Sequence[str] = ()) -> Any:
         """All recorded messages, as an Arrow table: as large as they are.
@@ -248,14 +250,17 @@ class Capture:
                 codec.decode(payloads[min(wrong)])
             except RemoteProtocolError as error:
                 where = f"a message of {called(self.names, senders[min(wrong)])} in {self.name}"
-                raise CaptureError(f"{where} cannot be decoded: {error}") from None
+                raise CaptureError(f"{where} cannot be decoded: {error}; {_CHANGED}") from None
         if listening is not None:
             ends = [said.column(name).to_pylist() for name in ("caller", "callee")]
             for sender, caller, callee, t in zip(senders, *ends, rounds.tolist(), strict=True):
                 listening.require(sender, caller, callee, t, self.name)
         for k, (t, speaker) in enumerate(zip(rounds.tolist(), claimed.tolist(), strict=True)):
             content = Message({name: each[k : k + 1, None] for name, each in fields.items()})
-            into.take(senders[k], speaker, t, digest(payloads[k]), content)
+            try:
+                into.take(senders[k], speaker, t, digest(payloads[k]), content)
+            except CaptureError as error:
+                raise CaptureError(f"{self.name}: {error}; {_CHANGED}") from None
 
     def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records in the parts after this one (0: in all), each batch with the number of its part.

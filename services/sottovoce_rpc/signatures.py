@@ -198,6 +198,13 @@ _AUTHORITIES = (
 )
 
 
+_REASONS = {
+    "candidates exhausted": "none of the authorities given has issued them, or they were not valid when they were used",
+    "not valid at validation time": "they were not valid when they were used",
+}
+"""What the library says, and what we do."""
+
+
 @lru_cache(maxsize=256)
 def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
     """The first certificate of a chain that leads to somebody who is believed.
@@ -212,7 +219,8 @@ def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Cer
         policy = policy.extension_policies(ca_policy=_AUTHORITIES, ee_policy=ExtensionPolicy.permit_all())
         policy.build_client_verifier().verify(own, between)
     except Exception as error:  # noqa: BLE001 - a stranger's bytes, in a library with many exceptions of its own
-        why = " ".join(str(error).split())[:200]
+        told = " ".join(str(error).split())[:200]
+        why = next((ours for theirs, ours in _REASONS.items() if theirs in told), told)
         raise StrangerError(
             f"a signature whose certificates do not lead to an authority that is believed: {why}"
         ) from None

@@ -26,9 +26,10 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import difference, from_captures
+from sottovoce_client.auditing.captures import from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.network import in_turn
+from sottovoce_client.auditing.promise import difference
 from sottovoce_client.auditing.worlds import FILE, pairs_of, worlds_from, write_worlds
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture

@@ -14,12 +14,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
+import yaml
 from rich.console import Console
 
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.spec import RunSpec
+from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.auditing.audit import show
 from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger
 from sottovoce_client.auditing.worlds import FILE, write_worlds
@@ -30,7 +33,7 @@ from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.signatures import UNSAID, Statement, digest
-from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of
+from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of
 from tests.docs.pages import CHECKOUT
 from tests.services.identities import Identities
 
@@ -63,6 +66,19 @@ def signed(folder: Path, identities: Identities, *, until: int = ROUNDS, changed
 
     asyncio.run(write())
     return open_capture(folder)
+
+
+def watched(place: Path, code: int | None = None) -> str:
+    """What is printed of a capture that is there; `code`: with which it ends."""
+
+    def prepare(spec: RunSpec) -> Prepared:
+        plan = planned()
+        return Prepared(plan.run, plan.data)
+
+    console = Console(file=io.StringIO(), width=1000)
+    ended = watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
+    assert isinstance(console.file, io.StringIO) and code in (None, ended)
+    return console.file.getvalue()
 
 
 def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so(tmp_path: Path) -> None:
@@ -115,26 +131,94 @@ def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, id
         audited(tmp_path, plan)
     others = Identities(tmp_path / "others")
     shutil.copy(others.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
-    with pytest.raises(CaptureError, match="refused: a signature whose certificates do not lead"):
+    other = r"lead to .*: none of the authorities given has issued them, .* or ca\.crt is of another authority"
+    with pytest.raises(CaptureError, match=f"refused: a signature whose certificates do not {other}"):
         provenance([signed(tmp_path / "again", identities)], open_folder(tmp_path))
 
 
-def test_a_watch_of_what_was_kept_says_it_too(tmp_path: Path, identities: Identities) -> None:
-    def prepare(spec: RunSpec) -> Prepared:
-        plan = planned()
-        return Prepared(plan.run, plan.data)
-
-    def watched(place: Path) -> str:
-        console = Console(file=io.StringIO(), width=1000)
-        watch(where(str(place), None, None, once=True), WatchRequest(once=True), prepare, console=console)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
-
+def test_a_watch_of_what_was_kept_says_it_too(
+    tmp_path: Path, identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(tmp_path / "captures", planned(), None, 0)
     assert "Nothing in this capture is signed" in watched(tmp_path)
     shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
     signed(tmp_path / "changed", identities, changed=True)
+    monkeypatch.chdir(tmp_path)
+    assert "is not what its learners signed, by ca.crt" in watched(tmp_path / "changed")
+    monkeypatch.chdir("changed")
     assert "is not what its learners signed, by ../ca.crt" in watched(tmp_path / "changed")
+    monkeypatch.chdir("/")
+    assert f"by {str(tmp_path)[1:]}/ca.crt" in watched(tmp_path / "changed")
+
+
+def test_a_promise_that_was_changed_beside_its_spec_is_refused_with_the_fields(tmp_path: Path) -> None:
+    plan = planned()
+    capture = keep(tmp_path / "captures", plan, None, 0)
+    spec = plan.run.spec.model_copy(update={"capture": "mirror"})  # the audit asks for none of that
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec, tmp_path))
+    assert audited(tmp_path, plan).plan.runs == 1
+    facts = json.loads((capture / "capture.json").read_text())
+    facts["spec"]["algorithm"]["sigma"] = 60.0  # half of the noise that learners now seem to have promised
+    facts["spec"]["decision_set"]["radius"] = 7.0
+    (capture / "capture.json").write_text(json.dumps(facts))
+    both = r"algorithm\.sigma: 60\.0 and 30\.0; decision_set\.radius: 7\.0 and .*: one of them was changed"
+    for named in (tmp_path, tmp_path / "captures", capture):
+        with pytest.raises(CaptureError, match=both):
+            audited(named, plan)
+    with pytest.raises(CaptureError, match=both):
+        watched(capture)
+    with pytest.raises(SpecError, match=r"differs in algorithm\.sigma: 30\.0 and 60\.0"):
+        audited(tmp_path, plan, plan.run.spec)
+    (tmp_path / "spec.yaml").write_text("[")
+    with pytest.raises(CaptureError, match="cannot be held against them"):
+        audited(tmp_path, plan)
+
+
+def test_a_spec_beside_captures_may_name_the_same_file_from_elsewhere_and_imports_nothing(tmp_path: Path) -> None:
+    spec = spec_of(data={"source": "records.npz", "scale": "none"})
+    plan = planned(spec)
+    keep(tmp_path / "captures", plan, None, 0)
+    text = dump_spec(spec, tmp_path / "deep")
+    assert text != dump_spec(spec)
+    (tmp_path / "spec.yaml").write_text(text)
+    assert audited(tmp_path, plan).plan.runs == 1
+    elsewhere = yaml.safe_load(text) | {"topology": {"graph": {"kind": "file", "path": "graph.txt"}}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(elsewhere))  # which is not here: the rest is compared
+    assert audited(tmp_path, plan).plan.runs == 1
+    (tmp_path / "spec.yaml").write_text(text.replace("name: ldp-dol", "name: antigravity:Algorithm"))
+    with pytest.raises(CaptureError, match="cannot be held against them"):
+        audited(tmp_path, plan)
+    assert "antigravity" not in sys.modules
+
+
+def test_whose_word_the_promise_is_stands_in_every_audit_without_a_spec(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path / "captures", plan, None, 0)
+    told = "What was promised is taken from capture.json, which nobody signed"
+    assert any(each.startswith(told) for each in audited(tmp_path, plan).provisos)
+    assert not any(told in each for each in audited(tmp_path, plan, plan.run.spec).provisos)
+    assert told in watched(tmp_path)
+
+
+def test_a_look_at_a_capture_that_is_not_whole_does_not_end_as_one_without_alarm(
+    tmp_path: Path, identities: Identities
+) -> None:
+    plan = planned()
+    part = keep(tmp_path / "captures", plan, None, 0) / "part-000001.parquet"
+    table = parquet.read_table(part)
+    cases = {
+        "whole": (table, 0, "no alarm"),
+        "cut": (table.slice(0, table.num_rows // 2), 2, "parts are missing"),
+        "twice": (pa.concat_tables([table, table.slice(table.num_rows - 1)]), 2, "somebody changed it"),
+    }
+    for name, (rows, code, said) in cases.items():
+        parquet.write_table(rows, part)
+        assert said in watched(tmp_path, code), name
+    early = keep(tmp_path / "early", plan, None, 1, rounds=ROUNDS - 1)  # closed, and nothing of it is missing
+    assert f"ends before round {ROUNDS - 1}" in watched(early, 2)
+    shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
+    signed(tmp_path / "changed", identities, changed=True)
+    assert "  not whole  " in watched(tmp_path / "changed", 2)
 
 
 def test_noise_of_a_seed_is_said_where_it_is_known_and_else_what_is_assumed(tmp_path: Path) -> None:

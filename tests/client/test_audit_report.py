@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -21,7 +22,7 @@ from sottovoce.auditing.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.audit import _rows as audit_rows
-from sottovoce_client.auditing.audit import print_rows
+from sottovoce_client.auditing.audit import print_rows, show
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import audit_page
@@ -146,6 +147,28 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
         assert Page(text).text.count(each) == 1
     said = "never does" if broken.found.excess else "shows in one of 20 audits at most"
     assert f"a learner who keeps its promise {said}" in Page(text).text
+
+
+def test_who_is_refuted_by_the_noise_of_another_is_that_other_one(done: Audit, tmp_path: Path) -> None:
+    def half_of_one(seed: np.random.SeedSequence) -> Noise:
+        source = SeededNoise(seed)
+        factors = np.array([1.0, 1.0, 0.5])[:, None, None]
+        return lambda draw: (
+            source(draw) * (factors if len(factors) == draw.shape[0] else 1.0)
+        )  # else of one of them alone
+
+    other = audited(long("ldp-dol"), noise=half_of_one)
+    assert (other.about, other.plan.worlds.learner) == (2, 1) and other.verdict.kind == "refuted"
+    assert np.mean(np.abs(other.noise)) == pytest.approx(0.5, rel=0.05)
+    assert done.about == 1 and np.mean(np.abs(done.noise)) == pytest.approx(1.0, rel=0.05)
+    html = audit_page(other, "learner-1", 7).html()
+    assert "<span>learner learner-2</span><span>record of learner-1 swapped</span>" in html
+    assert "Refuted: the claim for learner-2 does not hold" in html and "of learner learner-2." in html
+    console = Console(file=io.StringIO(), width=1000)
+    show(other, 7, tmp_path, console)
+    assert isinstance(console.file, io.StringIO) and console.file.getvalue().startswith("learner-2 REFUTED")
+    told = json.loads((tmp_path / "audit.json").read_text())
+    assert (told["learner"], told["about"]) == ("learner-1", "learner-2")
 
 
 def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refutes(done: Audit, broken: Audit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -146,6 +147,23 @@ def test_a_run_of_live_records_is_watched(run: tuple[Path, str, dict[str, list[i
     code, said = followed(folder, logs=(folder / "journals",))
     assert code == 0 and "No alarm in" in said and "18,014" not in said
     assert all(name in said for name in NAMES)
+
+
+def test_a_look_at_a_live_run_that_was_stopped_before_its_end_is_no_look_at_a_damaged_one(
+    run: tuple[Path, str, dict[str, list[int]]], tmp_path: Path
+) -> None:
+    folder, *_ = run
+    (capture,) = (folder / "captures").iterdir()
+    shutil.copytree(capture, tmp_path / "heard")
+    facts = json.loads((capture / "capture.json").read_text(encoding="utf-8"))
+    facts["spec"]["rounds"] = 5000
+    (tmp_path / "heard" / "capture.json").write_text(json.dumps(facts), encoding="utf-8")
+    code, said = followed(tmp_path / "heard", logs=(folder / "journals",), once=True)
+    assert code == 0 and "no alarm" in said and "of 5000: " in said
+    facts["messages"] += 1
+    (tmp_path / "heard" / "capture.json").write_text(json.dumps(facts), encoding="utf-8")
+    code, said = followed(tmp_path / "heard", logs=(folder / "journals",), once=True)
+    assert code == 2 and "not whole" in said and "parts are missing" in said
 
 
 async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sottovoce.auditing import swaps as swaps_module
 from sottovoce.auditing.audit import Audit, audit_simulated
 from sottovoce.auditing.blackbox import ROUNDS, WIDTH, attack, number_views, varying
 from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.levels import BLIND, SHARES, Levels, Test
+from sottovoce.auditing.levels import BLIND, SHARES, Levels, Part, Test
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.listening import listener
 from sottovoce.auditing.plan import AuditPlan, plan_audit
@@ -25,7 +25,7 @@ from sottovoce.auditing.rounds import Apart, bound_rounds
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, overhear, shares
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.twins import twins
-from sottovoce.auditing.verdict import Findings, decide
+from sottovoce.auditing.verdict import Findings, blamed, decide
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError, SpecError
@@ -125,6 +125,38 @@ def test_evidence_says_what_was_found_one_line_a_class_the_cause_first() -> None
         "it does not hold that no noise is related to noise before it (lags: p = 1e-20)",
     )
     assert found.text.startswith("The claim does not hold: the same noise was said again")
+
+
+@pytest.mark.parametrize(
+    ("tests", "blame"),
+    [
+        ([], 0),
+        ([("marginal", "east, field 'y', coordinate 3"), ("marginal", ""), ("dependence", "4005 pairs")], 1),
+        ([("lattice", "east, field 'y'"), ("dependence", "east, and south -2 noisy rounds and 0 coordinates on")], 1),
+        ([("dependence", "south, and south 1 noisy rounds and 0 coordinates on")], 2),
+        ([("freshness", "32 low bits; 0.1 expected; east, round 1, and east, round 2")], 1),
+        ([("marginal", "east, round 3"), ("lattice", "south, field 'y'")], None),
+        ([("marginal", "eastern, round 3"), ("marginal", "")], None),
+        ([("marginal", "east, round 3"), ("worlds", "north")], 0),
+    ],
+)
+def test_a_verdict_is_about_whom_it_was_found_at(tests: list[tuple[Part, str]], blame: int | None) -> None:
+    made = [
+        Test(
+            "t",
+            "it holds",
+            0.0,
+            0.0,
+            where,
+            family="black box" if part == "worlds" else "conformance",
+            part=part,
+            level=0.1,
+        )
+        for part, where in tests
+    ]
+    passed = Test("t", "it holds", 0.0, 0.5, "south, field 'y'", part="marginal", level=0.1)
+    found = Findings(runs=1, levels=Levels(0.05), claim=1.0, tests=(*made, passed), paired=False)
+    assert blamed(found, ("north", "east", "south"), 0) == blame
 
 
 def test_half_the_noise_shows_in_single_rounds() -> None:

@@ -258,7 +258,14 @@ MUTILATED: dict[str, tuple[Callable[[Path], object], str]] = {
         "must have part-000001.parquet",
     ),
     "no part": (lambda folder: (folder / PART).unlink(), "must have 10 messages, got 0: parts are missing"),
-    "fewer rows": (lambda folder: rewritten(folder, lambda t: t.slice(3)), "must have 10 messages, got 7"),
+    "fewer rows": (
+        lambda folder: rewritten(folder, lambda t: t.slice(3)),
+        "must have 10 messages, got 7: parts are missing",
+    ),
+    "a row twice": (
+        lambda folder: rewritten(folder, lambda t: pa.concat_tables([t, t.slice(9)])),
+        "must have 10 messages, got 11: it is damaged, or somebody changed it",
+    ),
 }
 
 
@@ -437,8 +444,9 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
     ],
 )
 async def test_a_message_of_another_kind_is_named(tmp_path: Path, payload: bytes, wanted: str) -> None:
-    with pytest.raises(CaptureError, match=wanted):
+    with pytest.raises(CaptureError, match=wanted) as refused:
         await transcript_of(tmp_path, [*conversation(2), row(payload)])
+    assert str(tmp_path) in str(refused.value) and "may be damaged, or somebody changed it" in str(refused.value)
 
 
 async def test_two_different_messages_of_one_round(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
 from sottovoce_client.auditing.document import audit_file
-from sottovoce_client.auditing.report import COINS, audit_page
+from sottovoce_client.auditing.report import COINS, about, audit_page
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import NOTHING, chance, duration, number
@@ -162,7 +162,7 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     write_json(folder / "audit.json", audit_file(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
     audit_page(done, name, seed, digest).write(folder / "audit.html")
-    print_verdict(done.verdict, name, _rows(done), [*_notes(done, seed), *notes], console)
+    print_verdict(done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 

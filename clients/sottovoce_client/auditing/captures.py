@@ -19,6 +19,7 @@ from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client.auditing.audit import AuditRequest, Say
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.ledger import Entry, read_ledger
+from sottovoce_client.auditing.promise import TAKEN, difference, require_promised
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, coins_of, pairs_of, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
@@ -28,6 +29,7 @@ from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
 
 Ledger = Mapping[int, Entry] | None
+_GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --from ..."
 
 
 def from_captures(
@@ -60,7 +62,7 @@ def earlier(
         spec: what was run (default: what the captures say was run).
 
     Raises:
-        CaptureError: there are no captures, they cannot be read, or they are of different runs.
+        CaptureError: there are no captures, they cannot be read, they are of different runs, or another spec lies beside them.
         SpecError: the question or the spec do not fit them, or they are too few.
         DataError: the data, or the two worlds, are not those of the captures.
     """
@@ -80,6 +82,8 @@ def earlier(
         )
     _require_no_canaries(place)
     given = _spec(document, captures[0].name, spec)
+    if spec is None:
+        require_promised(given, captures, root)
     require_room(given, captures)
     prepared = prepare(given)
     _require_features(captures, prepared)
@@ -93,7 +97,8 @@ def earlier(
         _require_asked(asked, str(told["learner"]), where)
     paired = {*labels, *(world for _, world in runs.gone)} == {0, 1}
     asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
-    provisos = (provenance([*runs.kept, *runs.short], root), *runs.provisos) if not runs.tapped else runs.provisos
+    signed = () if runs.tapped else (provenance([*runs.kept, *runs.short], root),)
+    provisos = (*signed, *(() if spec is not None else (f"{TAKEN} {_GIVE}",)), *runs.provisos)
     if ledger is None and (noise := noise_of(runs.kept, root)):
         provisos += (noise,)
     chosen = "none" if told is None or not paired else coins_of(told)
@@ -190,18 +195,6 @@ def _same_spec(captures: Sequence[Capture]) -> Document:
 def _require_same(one: Any, other: Any, first: str, second: str) -> None:
     if (where := difference(one, other)) is not None:
         raise CaptureError(f"{first} and {second} must be of the same run spec, and differ in {where}")
-
-
-def difference(one: Any, other: Any, where: str = "") -> str | None:
-    """The first place where two JSON documents differ, and what stands there; None: nowhere."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = sorted({*one, *other}, key=lambda key: (key != "name", key))  # what it is comes before how it is
-        return next((d for key in keys if (d := difference(one.get(key), other.get(key), _at(where, key)))), None)
-    return None if one == other else f"{where or 'all of it'}: {str(one)[:60]} and {str(other)[:60]}"
-
-
-def _at(where: str, key: object) -> str:
-    return f"{where}.{key}" if where else str(key)
 
 
 def _spec(document: Document, where: str, given: RunSpec | None) -> RunSpec:

@@ -17,7 +17,7 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
 
     Args:
         done: the audit.
-        name: of the learner.
+        name: of the learner whose record was swapped.
         seed: of the audit.
     """
     found, plan = done.found, done.plan
@@ -26,7 +26,10 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "data_sha256": digest(plan.data),  # equal for equal records in equal rounds
         "spec": plan.run.spec.model_dump(mode="json"),
-        "learner": name,
+        "learner": name,  # whose record was swapped
+        "about": None
+        if done.about is None
+        else plan.run.spec.names[done.about],  # whose promise; null: that of several, or all
         "verdict": done.verdict,
         "source": done.source,  # where the runs came from, in words
         "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read, by its path

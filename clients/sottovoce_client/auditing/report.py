@@ -35,12 +35,17 @@ raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.w
 two, three = partial(number, digits=2), partial(number, digits=3)
 
 
+def about(done: Audit) -> str:
+    """Name of the learner whose promise the verdict is about; empty: it is about several, or all together."""
+    return "" if done.about is None else done.plan.run.spec.names[done.about]
+
+
 def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
     """The page of an audit.
 
     Args:
         done: the audit.
-        name: of the learner.
+        name: of the learner whose record was swapped.
         seed: of the audit.
         digest: SHA-256 of its `audit.json`; empty: it is not written.
     """
@@ -49,6 +54,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
     values = {
         "done": done,
         "name": name,
+        "about": about(done),
         "seed": seed,
         "coins": COINS.get(done.coins, ""),
         "digest_lines": _DIGEST_LINES,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from sottovoce.errors import CaptureError
 from sottovoce_client.transcripts.verify import faults, read
@@ -17,12 +19,13 @@ _MOST_BYTES = 64 * 2**20
 _CHANGED = "what differs from the promise may have been put there by whoever could change what was kept"
 
 
-def provenance(captures: Sequence[Capture], place: Folder) -> str:
+def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | None = None) -> str:
     """What signatures say of captures, and what must be believed where there are none.
 
     Args:
         captures: of runs of ours.
         place: the folder that was named. The authorities' certificates (`ca.crt`) may lie in it, or in one of the two above.
+        stands: the folder that paths are told from (default: the one that was named).
 
     Raises:
         CaptureError: a capture cannot be read, or is not what was signed in it.
@@ -36,14 +39,20 @@ def provenance(captures: Sequence[Capture], place: Folder) -> str:
             f"Signatures in {kept} were not checked, for there is no {AUTHORITIES} beside it "
             f"(sottovoce transcript verify --ca takes one from elsewhere): {_CHANGED}."
         )
-    where, authorities = found
+    where, authorities = _from(stands, place, found[0]), found[1]
     heard, evidence = 0, 0
     for capture in captures:
         words = read(capture, authorities)
         if wrong := next((line for name, own in words.items() for line in faults(name, own)), None):
+            known = any(own.signs for own in words.values())
+            why = (
+                "It was changed, or they said two things"
+                if known
+                else f"It was changed, or {where} is of another authority"
+            )
             raise CaptureError(
-                f"{capture.name} is not what its learners signed, by {where}: {wrong}. It was changed, or they said two "
-                "things: sottovoce transcript verify says more"
+                f"{capture.name} is not what its learners signed, by {where}: {wrong}. {why}: "
+                "sottovoce transcript verify says more"
             )
         heard += sum(own.heard for own in words.values())
         evidence += sum(own.evidence for own in words.values())
@@ -88,6 +97,14 @@ def seeded_noise(seeded: int, runs: int) -> str:
         f"The noise {whose} came from a seed (SOTTOVOCE_NOISE_SEED) or a recording: whoever has that takes it "
         "away again, so it protected nothing, whatever was found."
     )
+
+
+def _from(stands: Path | None, place: Folder, path: str) -> str:
+    """The path of a file beside this folder, from where somebody stands."""
+    if stands is None or "://" in place.name:
+        return path
+    whole = os.path.normpath(Path(place.name) / path)
+    return min(os.path.relpath(whole, stands), whole, key=len)
 
 
 def _is_signed(capture: Capture) -> bool:

@@ -29,7 +29,7 @@ from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, numbers_of, overhear, shares
 from sottovoce.auditing.swaps import peak, search, swaps
 from sottovoce.auditing.twins import Twins, twins
-from sottovoce.auditing.verdict import Findings, Verdict, decide
+from sottovoce.auditing.verdict import Findings, Verdict, blamed, decide
 from sottovoce.auditing.views import Features, tables
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
@@ -112,7 +112,9 @@ class Audit:
         worlds: `(runs,)` of each run, in order.
         seen: `(runs, rounds seen, numbers)` by the black box.
         views: what the classifiers could look at, and how many of its numbers are not the same in all runs.
-        noise: some of the learner's noise, standardised: independent standard Laplace numbers if all is well.
+        about: the learner whose promise the verdict is about: the one of the swap, or one whose noise alone refutes it. None:
+            the noise of several does, or that of all together.
+        noise: some of this learner's noise, or of all, standardised: independent standard Laplace numbers if all is well.
         numbers: of noise, of all learners, that conformance looked at.
         learners: exact losses of all learners in a few runs.
         twins: two runs that differ in the record alone.
@@ -129,6 +131,7 @@ class Audit:
     worlds: IntArray
     seen: FloatArray
     views: Mapping[str, int]
+    about: int | None
     noise: FloatArray
     numbers: int
     learners: tuple[LearnerLoss, ...]
@@ -304,6 +307,7 @@ def conclude(
         import_extra(extra, package, "an audit")
     runs, noise = _Runs.of(plan, heard, starts), heard[0].noise
     found = _findings(plan, runs, noise, mapper, say)
+    about = blamed(found, plan.run.spec.names, plan.worlds.learner)
     return Audit(
         plan=plan,
         source=source,
@@ -311,13 +315,21 @@ def conclude(
         worlds=runs.worlds,
         seen=_seen(runs.parts),
         views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in runs.views[0].items()},
-        noise=np.empty(0) if noise is None else noise.shown,
+        about=about,
+        noise=_shown(noise, about),
         numbers=0 if noise is None else noise.numbers,
         learners=_sweep(plan, transcript),
         twins=twins(plan.run, plan.data, plan.worlds, plan.seeds.twins),
         found=found,
         verdict=decide(found),
     )
+
+
+def _shown(noise: Battery | None, learner: int | None) -> FloatArray:
+    """Of this learner, or of all."""
+    if noise is None or not noise.shown:
+        return np.empty(0)
+    return np.concatenate(noise.shown) if learner is None else noise.shown[learner]
 
 
 @dataclass(frozen=True, slots=True)

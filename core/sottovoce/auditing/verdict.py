@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -170,6 +171,34 @@ def decide(found: Findings) -> Verdict:
             " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of every learner."
         )
     return Verdict("consistent", text)
+
+
+def blamed(found: Findings, names: Sequence[str], audited: int) -> int | None:
+    """The learner whom a verdict is about, by its index; None: several, or all together.
+
+    It is the one whose record was swapped, but where nothing except the noise refutes the claim: that of another may do so.
+
+    Args:
+        found: by all families.
+        names: of all learners.
+        audited: whose record was swapped.
+    """
+    failed = [test for test in found.tests if test.rejects]
+    rounds = () if found.rounds is None else found.rounds.bounds
+    of_swap = any(test.family != "conformance" for test in failed) or any(b.rejects for b in (*found.bounds, *rounds))
+    above = found.excess is not None and math.isfinite(found.claim)
+    if of_swap or above or not failed:
+        return audited
+    # What depends on what of another may lie at either of them.
+    named = [(test.part, _named(test.where, names)) for test in failed]
+    blame = {i for part, each in named if part != "dependence" or len(each) == 1 for i in each}
+    return blame.pop() if len(blame) == 1 else 0 if len(names) == 1 else None
+
+
+def _named(where: str, names: Sequence[str]) -> set[int]:
+    """The learners that the place of a test's statistic names, as `east, field 'y'` or `east, and south 2 noisy rounds on`."""
+    pieces = re.split("[;,] (?:and )?", where)
+    return {i for i, name in enumerate(names) if any(re.fullmatch(rf"{re.escape(name)}( -?\d.*)?", p) for p in pieces)}
 
 
 def _decide_without_coins(found: Findings) -> Verdict:

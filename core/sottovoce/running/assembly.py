@@ -101,8 +101,9 @@ class Assembly(Generic[V]):
             CaptureError: it is no message of this run.
         """
         if claimed != sender or sender >= self._learners or t >= self._rounds:
+            late = f"in one of {self._rounds} rounds" if t >= self._rounds else "and as nobody else"
             raise CaptureError(
-                f"each of {self._learners} learners must speak as itself, in one of {self._rounds} rounds, "
+                f"each of {self._learners} learners must speak as itself, {late}, "
                 f"got {called(self._names, claimed)} in round {t} from {called(self._names, sender)}"
             )
         if self._versions.first((t, sender), digest) != digest:

@@ -25,10 +25,12 @@ from sottovoce_rpc.addresses import place_of
 
 _BAR = 12
 """Characters from an e-value of one to the line of alarm."""
+NO_ALARM, INCOMPLETE = "no alarm", "not whole"
 _COLOURS = {
     "watching": "cyan",
     "ALARM": "bold red",
-    "no alarm": "bold green",
+    NO_ALARM: "bold green",
+    INCOMPLETE: "bold yellow",
     "interrupted": "yellow",
 }
 

@@ -19,12 +19,13 @@ from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
+from sottovoce_client.auditing.promise import TAKEN, require_promised
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.lab.watching.view import Gauges, Sight, View, document, print_end, view
+from sottovoce_client.lab.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View, document, print_end, view
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_client.transcripts.provenance import provenance
@@ -103,7 +104,8 @@ def watch(
         console: where to show it (default: standard output).
 
     Returns:
-        The exit code: 1 after an alarm, 130 if interrupted without one, else 0.
+        The exit code: 1 after an alarm, 130 if interrupted without one, 2 where all that was to be looked at is not there or not
+        what was signed (`once`), else 0.
 
     Raises:
         SottovoceError: the capture, the data or the canaries cannot be used.
@@ -126,7 +128,7 @@ def watch(
         return 130
     print_end(sight, console)
     terminal.tell(lambda: document(sight))
-    return 1 if sight.alarms else 130 if sight.state == "interrupted" else 0
+    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, 0)
 
 
 class _Watching:
@@ -161,15 +163,19 @@ class _Watching:
                 if self._over(capture, sight) or await self._told():
                     break
                 capture = await self._source.latest() or capture
-        sight.state = self._state(sight)
+        sight.state, wrong = self._state(sight), ""
         if sight.alarms or self._question.once:
-            sight.provenance = _provenance(capture)
+            sight.provenance, wrong = _provenance(capture)
         if self._question.keys is not None and (
             sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)
         ):
             keys.save(self._question.keys, sight.watch.keys, capture.facts["run_id"])
         if capture.complete and sight.rounds is not None and rounds.next < sight.rounds and not self._over_early(sight):
-            console.out(_unheard(rounds, sight), highlight=False)
+            unheard = _unheard(rounds, sight)
+            wrong = wrong or ("" if run.spec.data.live else unheard)  # a live run may well end when it is stopped
+            console.out(unheard, highlight=False)
+        if self._question.once and wrong and sight.state == NO_ALARM:
+            sight.state = INCOMPLETE
         if sight.watch.round < rounds.next and not self._over_early(sight):
             text = f"The logs do not say what was learned in round {sight.watch.round}: those before it were watched."
             console.out(text, highlight=False)
@@ -190,6 +196,8 @@ class _Watching:
         question = self._question
         capture.require_messages()
         spec = parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports)
+        if code_to_import(capture.facts["spec"]) is None:  # what lies beside it is not imported unasked
+            require_promised(spec, [capture])
         if question.logs:
             return self._by_logs(capture, spec)
         if spec.data.live:
@@ -294,7 +302,7 @@ class _Watching:
     def _state(self, sight: Sight) -> str:
         if sight.alarms:
             return "ALARM"
-        return "interrupted" if self._stop.is_set() else "no alarm"
+        return "interrupted" if self._stop.is_set() else NO_ALARM
 
     async def _told(self) -> bool:
         """Wait for the next look; says whether to stop instead."""
@@ -310,12 +318,14 @@ def _planned(spec: RunSpec) -> int | None:
     return None if spec.endless else spec.rounds
 
 
-def _provenance(capture: Capture) -> str:
-    """What the capture's signatures say of it; where it is not what was signed, that."""
+def _provenance(capture: Capture) -> tuple[str, str]:
+    """What the capture's signatures say of it, and whose word the promise is; and what is wrong with it, empty: nothing."""
+    wrong = ""
     try:
-        return provenance([capture], capture.place)
+        signed = provenance([capture], capture.place, stands=Path.cwd())
     except CaptureError as error:
-        return f"{error}."
+        signed = wrong = f"{error}."
+    return f"{signed} {TAKEN} sottovoce audit SPEC --from holds the capture to the spec that you were told.", wrong
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:

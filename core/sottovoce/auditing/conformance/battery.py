@@ -6,7 +6,7 @@ it in `INSTRUMENTS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ _NUMBERS = 2**21
 """In a block: some 100 bytes each."""
 
 _SHOWN = 2**20
-"""Numbers of the audited learner that are kept for pictures, at most."""
+"""Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
 
 
 class Battery:
@@ -39,30 +39,34 @@ class Battery:
 
     Attributes:
         numbers: of noise, of all learners.
-        shown: some of the audited learner's, standardised.
+        shown: some of every learner's, standardised, the most of the audited one's.
     """
 
     def __init__(self) -> None:
         self.numbers = 0
-        self.shown: FloatArray = np.empty(0)
+        self.shown: list[FloatArray] = []
+        self._most: Sequence[int] = ()
         self._instruments = tuple(make() for make in INSTRUMENTS)
 
     def add(self, block: Block, audited: int) -> None:
         """Look at some more runs."""
         self.numbers += block.count
-        own = block.values[audited]
-        self._show(own[np.isfinite(own)])
+        most = [_SHOWN if i == audited else _SHOWN // len(block.learners) for i in range(len(block.learners))]
+        self._show([own[np.isfinite(own)][:room] for own, room in zip(block.values, most, strict=True)], most)
         for each in self._instruments:
             each.add(block)
 
-    def _show(self, values: FloatArray) -> None:
-        if len(self.shown) < _SHOWN:
-            self.shown = np.concatenate([self.shown, values[: _SHOWN - len(self.shown)]])
+    def _show(self, values: Sequence[FloatArray], most: Sequence[int]) -> None:
+        before = self.shown or [np.empty(0)] * len(values)
+        pairs = zip(before, values, most, strict=True)
+        self.shown = [own if len(own) >= room else np.concatenate([own, more])[:room] for own, more, room in pairs]
+        self._most = most
 
     def merge(self, other: Battery) -> None:
         """Take in what another one keeps of other runs."""
         self.numbers += other.numbers
-        self._show(other.shown)
+        if other.shown:
+            self._show(other.shown, other._most)
         for mine, its in zip(self._instruments, other._instruments, strict=True):
             mine.merge(its)
 
