@@ -197,6 +197,17 @@ def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Pat
         pairs_of({**document, "pair_of_run": [9]}, "there")
 
 
+def test_a_run_of_another_pair_of_worlds_alone_is_refused(tmp_path: Path) -> None:
+    plan = planned(runs=400)
+    pairs = in_turn(plan)
+    write_worlds(tmp_path, plan, pair_of_run=pairs)
+    keep(tmp_path, plan, 0, pairs.index(1))
+    with pytest.raises(
+        CaptureError, match=r"run-\d+ is of the audit's pair of worlds 2, .*: name the whole folder of the audit"
+    ):
+        audited(tmp_path, plan)
+
+
 # ---- of one world ----------------------------------------------------------------------------------------------------
 
 

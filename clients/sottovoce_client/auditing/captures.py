@@ -158,10 +158,15 @@ def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording
     run, lines = plan.run, lines_of(plan)
     layouts: dict[Layout, Layout] = {}
     for capture in runs.kept:
+        if (pair := runs.pair(capture)) >= len(plan.pairs):
+            raise CaptureError(
+                f"{capture.name} is of the audit's pair of worlds {pair + 1}, and there are runs of one world alone: name the "
+                "whole folder of the audit"
+            )
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield runs.pair(capture), Recording(capture.world or 0, said_in(capture, run), channel=(seen,))
+        yield pair, Recording(capture.world or 0, said_in(capture, run), channel=(seen,))
 
 
 # ---- which captures --------------------------------------------------------------------------------------------------
