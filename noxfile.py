@@ -18,9 +18,6 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser", *QUICK[2:]]
-# Files of tests side by side, more than there may be cores: services mostly wait, for each other and for deadlines. Theirs come
-# first, so that no slow file is left to the end; xdist would begin with files of many tests.
-BESIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--first=tests/services"]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
 LOCKS = {
@@ -76,12 +73,12 @@ def lowest(session: nox.Session) -> None:
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
-    session.install("-r", pinned, "pytest-xdist==3.8.0")
+    session.install("-r", pinned)
     session.install("--no-deps", wheel(session))
     once = [f"--once=tests/{folder}" for folder in ("core", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
-    session.run("pytest", "-o", f"cache_dir={tested}", *LOWEST, *once, *BESIDE, *session.posargs, success_codes=[0, 1])
+    session.run("pytest", "-o", f"cache_dir={tested}", *LOWEST, *once, *session.posargs, success_codes=[0, 1])
     session.run("python", ".ci/again.py", tested)
 
 

@@ -36,7 +36,6 @@ settings.load_profile("house")
 def pytest_addoption(parser: pytest.Parser) -> None:
     what = "of a test there only the first parameters, unless it is marked `each`; may be given several times"
     parser.addoption("--once", action="append", default=[], metavar="FOLDER", help=what)
-    parser.addoption("--first", metavar="FOLDER", help="the tests there come before all others")
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave
@@ -50,8 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (again if once else kept).append(item)
         seen.add(name)
     config.hook.pytest_deselected(items=again)
-    if first := config.getoption("--first"):
-        kept.sort(key=lambda item: not item.path.is_relative_to(config.rootpath / first))
     items[:] = kept
 
 

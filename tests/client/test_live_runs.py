@@ -178,7 +178,7 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     assert ("waited when the run ended" in said) == (north["waiting"] > 0)
     assert north["rounds"] > 0
     assert (summary["capture"] is not None) == (ending != "spent")
-    assert (north["swap_event"] is not None) == (ending == "kept") == ("capture’s loss" in said)
+    assert (north["swap_event"] is not None) == (ending == "kept") == ("capture’s" in said)
     for swap in filter(None, (north["swap_event"], north["swap_record"])):
         assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["budget"] * (1 + 1e-9)
         assert 0.0 < swap["budget"] <= north["spent"] * (1 + 1e-9)
