@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,18 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     assert told("ledger", "moved", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
 
 
+def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None:
+    """Let the command that calls see three learners, in rounds 3 to 5."""
+    (watch,) = (each for each in words if callable(each))
+    counts = (3, 4, 5)
+    watch(Progress(1.0, counts, (None,) * 3, (0.0,) * 3, counts, away, run_id="small-1"), state)
+
+
+def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+
+
 @pytest.mark.parametrize("command", ["up", "run"])
 @pytest.mark.parametrize(
     ("end", "code", "told_of_it"),
@@ -224,17 +236,14 @@ def test_a_run_without_a_summary_says_how_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run(*words: Any, **more: Any) -> Outcome:
-        (watch,) = (each for each in words if callable(each))
-        none, counts = (None,) * 3, (3, 4, 5)
         if not isinstance(end, Interrupted):
-            watch(Progress(1.0, counts, none, (0.0,) * 3, counts, run_id="small-1"), "running")
+            show(words, "running")
         if isinstance(end, Exception):
             raise end
         statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2 + i) for i in range(3))
-        return Outcome("small-1", *end, 1.0, statuses, (), None, none)
+        return Outcome("small-1", *end, 1.0, statuses, (), None, (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
-    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    in_place_of_services(monkeypatch, run)
     document, (run_id, state, detail, done) = told(command, "small.yaml", "--out", "o", code=code), told_of_it
     assert document == {
         "folder": "o",
@@ -283,17 +292,14 @@ def test_a_command_that_is_told_to_stop_twice_says_what_comes_of_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run(*words: Any, **more: Any) -> Outcome:
-        (watch,) = (each for each in words if callable(each))
-        none, counts = (None,) * 3, (3, 4, 5)
-        watch(Progress(1.0, counts, none, (0.0,) * 3, counts, away, run_id="small-1"), seen)
+        show(words, seen, away)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(0.01)
         await asyncio.sleep(60.0)
         raise AssertionError("not cancelled")
 
-    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
-    monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
+    in_place_of_services(monkeypatch, run)
     document = told(command, "small.yaml", "--out", "o", code=130)
     assert (document["run_id"], document["state"], document["rounds_done"]) == ("small-1", state, 3)
     assert says in document["detail"] and "Nothing was run" not in document["detail"]
