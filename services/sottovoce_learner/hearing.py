@@ -96,6 +96,11 @@ class Hearing:
             raise StrangerError(text, Rule.NAME)
         unsigned.signed(neighbour, signed.statement)
 
+    @property
+    def owing(self) -> set[int]:
+        """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
+        return set() if self._unsigned is None else self._unsigned.owing
+
     def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> Misconduct | None:
         """A neighbour broke a rule; returned the first time alone, for whatever it says later tells nothing new."""
         if neighbour in self._misconduct:

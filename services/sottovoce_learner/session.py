@@ -58,6 +58,9 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+_SIGNED_S = 2.0
+"""How long the last signatures are waited for at the most: they stand right behind the last messages, unless somebody is gone."""
+
 
 class Session:
     """A learner in a run.
@@ -122,7 +125,7 @@ class Session:
             self.plan.neighbours, self.plan.heard, ahead, self.memory.done, last=last, names=spec.names
         )
         self.hearing = Hearing(role, self.codec, self.inbox, credentials)
-        self._changed = changed or asyncio.Event()
+        self._changed, self._heard = changed or asyncio.Event(), asyncio.Event()
         self.life, self.grants = (
             Lifecycle(role, self._changed.set),
             Grants(spec.clock, spec.n_learners, self._changed.set),
@@ -196,6 +199,7 @@ class Session:
         """
         if self.hearing.take(neighbour, payload) or self._late_s is not None:
             self.waits.wake()
+        self._heard.set()
 
     def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
         """A neighbour broke a rule: the first time is told at once, as long as the run goes on here."""
@@ -301,6 +305,7 @@ class Session:
             self._become(LearnerState.BUDGET_EXHAUSTED, str(error))
         else:
             await self.telling.flush()
+            await self._all_signed()
             self._become(LearnerState.FINISHED)
 
     async def _connected(self) -> None:
@@ -373,6 +378,18 @@ class Session:
     async def _all_heard(self, t: int) -> None:
         while not self.inbox.complete:
             await self.waits.wait(t, Cause.NEIGHBOUR)
+
+    async def _all_signed(self) -> None:
+        """Wait for a moment for the signatures of what was heard last, but of those who are lost.
+
+        When all have finished, channels are closed, and what is still on its way is cut off: here, and in a capture.
+        """
+        lost = self._roster.lost_to(self.role.index, self.memory.done)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_SIGNED_S, self.role.spec.clock.deadline_s / 4)):
+                while not self.hearing.owing <= lost:
+                    self._heard.clear()
+                    await self._heard.wait()
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""

@@ -120,6 +120,11 @@ class Unsigned:
         """Was anything of a block heard that is not signed yet? Else its signature says nothing new, and need not be checked."""
         return any(t // BLOCK == block for t in self._heard[neighbour])
 
+    @property
+    def owing(self) -> set[int]:
+        """Neighbours that have not signed all that was heard of them."""
+        return {neighbour for neighbour, waiting in self._heard.items() if waiting}
+
     def signed(self, neighbour: int, statement: Statement) -> None:
         """A neighbour has signed; its signature is right.
 

@@ -98,7 +98,7 @@ def _one_signed(trial: Trial) -> Iterator[str]:
 
 
 def _proved(trial: Trial) -> Iterator[str]:
-    """All that was overheard is signed, but for the last block, for which nobody waits, and where nobody was left to hear it."""
+    """All that was overheard is signed, but for the last block, which may be cut off, and where nobody was left to hear it."""
     network = build_run(trial.spec, FEATURES).network
     for name, words in trial.signed.items():
         index = _index(name)

@@ -63,10 +63,10 @@ def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
     ):
         unsigned.require_signed(1, BLOCK)
     unsigned.require_signed(2, BLOCK)  # of whom nothing was heard
-    assert unsigned.waits(1, 0)
+    assert unsigned.waits(1, 0) and unsigned.owing == {1}
     unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
     unsigned.require_signed(1, BLOCK)
-    assert not unsigned.waits(1, 0)  # what comes again, after a reconnect, is not looked at
+    assert not unsigned.waits(1, 0) and not unsigned.owing  # what comes again, after a reconnect, is not looked at
 
 
 def test_what_is_signed_is_what_was_said() -> None:
