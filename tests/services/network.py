@@ -7,16 +7,20 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from sottovoce.data import PlacedData
 from sottovoce.running.policy import Policy
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
+from sottovoce_coordinator.conducting import Conductor
+from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.bodies import Said
@@ -259,6 +263,17 @@ async def network(
         await up.coordinating.stop()
         await up.eavesdropping.stop()
         await up._tasks.end()
+
+
+def missed_soon(patch: pytest.MonkeyPatch) -> None:
+    """Who is gone from now on misses its deadline in a moment. All others have the deadlines of their run."""
+
+    async def soon(self: Conductor, course: Course, index: int, since: datetime) -> None:
+        await asyncio.sleep(0.2)
+        course.book.miss(index, since)
+        self._judged(course)
+
+    patch.setattr(Conductor, "_deadline", soon)
 
 
 def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:

@@ -30,6 +30,7 @@ from sottovoce_client.running.known import show_run
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_coordinator import captures
+from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.parts import read_part
@@ -131,10 +132,16 @@ async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     assert gaps_in(outcome)[0].startswith("ann, rounds ")
 
 
+def no_copies_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side tries, or waits, for long at the end of a run."""
+    monkeypatch.setattr(mirrors, "LAST_S", 0.2)
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.2)
+
+
 async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    no_copies_come(monkeypatch)
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=False)
     assert outcome.state == "finished" and not capture.complete
     assert [(gap["sender"], gap["to"]) for gap in capture.facts["gaps"]] == [(i, None) for i in range(3)]
@@ -143,7 +150,7 @@ async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
 
 
 async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    no_copies_come(monkeypatch)
     cut, spec = Cut(monkeypatch), spec_of()
     cut.on = True
     async with network(tmp_path, NAMES) as up:
@@ -162,8 +169,11 @@ async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [2**31 - 1, 2**63, 5_000, ["x"] * 5_000, [3], "zoe", None])
-async def test_of_learners_that_no_run_has_none_is_missing(tmp_path: Path, told: object) -> None:
+async def test_of_learners_that_no_run_has_none_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: object
+) -> None:
     """A stranger's capture would else have two thousand million gaps."""
+    no_copies_come(monkeypatch)
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path))
     address = await eavesdropper.start()
     try:
@@ -469,7 +479,8 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     monkeypatch.setattr(mirrors, "MOST_WAITING", 10)
     monkeypatch.setattr(mirrors, "AGAIN", 5)
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
-    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    if not off:
+        no_copies_come(monkeypatch)
     monkeypatch.setattr(captures, "_KEPT_S", 0.02 if off else 1_000.0)
     # A gap in the middle is known when the mirror is back: until then there must be rounds left.
     rounds = 3_000 if off else ROUNDS

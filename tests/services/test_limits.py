@@ -357,8 +357,11 @@ async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> 
     assert not up.eavesdropping._captures._opening and not up.eavesdropping._captures.recordings
 
 
-async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(up: Network) -> None:
+async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(
+    up: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is made of them."""
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.2)  # nobody else copies anything
     spec = spec_to_wire(small_spec(5, ["ann", "ben"], capture="mirror"))
     some = eavesdropper_pb2.MirroredMessage()
     for messages, text in (

@@ -43,7 +43,7 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, Network, network, refused
+from tests.services.network import PATIENCE_S, Network, missed_soon, network, refused
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo", "dora"]
@@ -236,6 +236,8 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, t)
+        if t != 10:  # else by the deadline of the spec
+            missed_soon(monkeypatch)
         await up.leave("dora")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
@@ -264,6 +266,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
                 await learn(self, t)
 
             patch.setattr(Session, "_learn", slowly)
+            missed_soon(patch)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
             await up.until("ann", LearnerState.FINISHED, 60)
             await up.leave("dora")
@@ -541,6 +544,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
         await up.until("dora", LearnerState.RUNNING, 10)
         full("keep")
         full("amend")
+        missed_soon(monkeypatch)
         await up.leave("dora")
         outcome = await running
     assert tries.count("keep") > 1 and tries.count("amend") == 2
@@ -688,6 +692,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
                 await learn(self, t)
 
             patch.setattr(Session, "_learn", slowly)
+            missed_soon(patch)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
             for name in NAMES[:3]:
                 await up.until(name, LearnerState.FINISHED, 60)

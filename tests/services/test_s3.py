@@ -116,7 +116,13 @@ async def test_credentials_that_are_not_known_are_said(store: Store, monkeypatch
     assert "signature" in await refused(PLACE, "another secret")
 
 
+def asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is away is asked again once, by other processes, too; boto's usual four times take ten seconds."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+
+
 async def test_a_store_that_nobody_reaches_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_twice(monkeypatch)
     let(monkeypatch, Keys("AKIA", "secret"), "http://127.0.0.1:9")
     assert "127.0.0.1:9" in await refused(PLACE, "secret")
 
@@ -159,6 +165,7 @@ class Way:
 @pytest.fixture
 def way(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """The only one to the store."""
+    asked_twice(monkeypatch)
     found = Way(store.port)
     let(monkeypatch, store.writer, f"http://{found.address}")
     yield found
@@ -406,6 +413,7 @@ async def test_a_store_that_goes_away_in_a_run_and_comes_back_misses_nothing(
 
 @pytest.mark.slow
 async def test_an_eavesdropper_whose_store_nobody_reaches_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_twice(monkeypatch)
     let(monkeypatch, Keys("AKIA", "secret"), "http://127.0.0.1:9")
     code, line = await asyncio.to_thread(ended, "eavesdropper", "--folder", PLACE, "--listen", "127.0.0.1:0")
     assert code == 2
