@@ -30,6 +30,7 @@ from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.service import Learner
 from sottovoce_learner.standing import Files, look
 from sottovoce_learner.tracing import Tracing
+from sottovoce_learner.waiting import Wait
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
@@ -274,6 +275,12 @@ def missed_soon(patch: pytest.MonkeyPatch) -> None:
         self._judged(course)
 
     patch.setattr(Conductor, "_deadline", soon)
+
+
+def given_up_soon(patch: pytest.MonkeyPatch) -> None:
+    """Learners wait for nobody for longer than four seconds from now on, whatever the deadline of their run."""
+    limit = Wait.limit_s
+    patch.setattr(Wait, "limit_s", lambda own, clock: min(4.0, limit(own, clock)))
 
 
 def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:

@@ -26,7 +26,7 @@ from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up
 from tests.gossip import gossip_spec
-from tests.services.network import PATIENCE_S, Network, refused, said_rounds
+from tests.services.network import PATIENCE_S, Network, given_up_soon, refused, said_rounds
 from tests.services.test_resume import resume
 from tests.services.test_run import recorded
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
@@ -281,6 +281,7 @@ async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
         await up.join("ben", first.noise)
         await recover(up, run_id, first.spec)
         await up.feed(run_id, first.spec, first.data, but=["ann", "cleo"])
+        given_up_soon(monkeypatch)
         end = await up.end(run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
     assert (len(before), said_rounds(journals, "ben")) == (21, before)

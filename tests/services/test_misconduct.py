@@ -30,7 +30,7 @@ from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.capturing import encode_round
 from tests.services.identities import Identities
-from tests.services.network import PATIENCE_S, Network, network
+from tests.services.network import PATIENCE_S, Network, given_up_soon, network
 from tests.services.test_roster import COMPLETE, as_amended, noise_for, transcript_of
 
 pytestmark = pytest.mark.misbehaves
@@ -40,6 +40,19 @@ DORA, T, ROUNDS = 3, 10, 40
 LONG = {"window": 8, "deadline_s": 1000.0}
 """Longer than a test has patience: nothing of what it waits for comes by a deadline."""
 SOON = {"window": 8, "deadline_s": 10.0}
+
+
+def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once somebody was noticed, learners wait for less than that."""
+    notice = Session.notice
+
+    def first(self: Session, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
+        monkeypatch.setattr(Session, "notice", notice)
+        given_up_soon(monkeypatch)
+        notice(self, neighbour, rule, known_by)
+
+    monkeypatch.setattr(Session, "notice", first)
+
 
 Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
 """What is said in place of a round: the link, its usual way to say something, the round, and its true bytes."""
@@ -154,6 +167,7 @@ async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the
     """In the clear a stranger may have said it; the run would go on if the neighbour said the true one then."""
     spec = spec_of(clock=SOON)
     misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    shorter_once_noticed(monkeypatch)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
@@ -205,6 +219,7 @@ async def test_one_voice_is_not_enough(tmp_path: Path, monkeypatch: pytest.Monke
     """Either of the two may lie: the run fails as where no messages pass between them, and says what was noticed."""
     spec, ids = spec_of("drop", SOON), Identities(tmp_path / "ids")
     misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    shorter_once_noticed(monkeypatch)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed" and not outcome.absences

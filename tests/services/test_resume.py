@@ -21,7 +21,7 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.services.network import PATIENCE_S, Network, refused
+from tests.services.network import PATIENCE_S, Network, missed_soon, refused
 from tests.services.test_run import SHAPES
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, fed_to_their_ends, serving, work
 
@@ -113,18 +113,22 @@ async def test_a_run_goes_on_after_its_coordinator_and_a_learner_were_started_ag
 
 async def test_who_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     """A learner that was gone for longer than its deadline; and again, until it comes back."""
-    first = work(tmp_path, NAMES, 1, 200, clock={"mode": "paced", "period_s": 0.02, "deadline_s": 5.0})
+    first = work(tmp_path, NAMES, 1, 200, clock={"mode": "paced", "period_s": 0.02, "deadline_s": PATIENCE_S})
     async with serving(tmp_path, first) as up:
         (run_id,) = await begun(up, first)
         await up.feed(run_id, first.spec, first.data)
         await up.until("ann", LearnerState.RUNNING, 3)
-        await up.leave("ann")
-        for _ in range(2):
-            end = await up.end(run_id)
-            assert end.state == coordinator_pb2.RUN_STATE_FAILED
-            assert end.detail.startswith("ann is gone since round ")
-            again = await resume(up, run_id)
-            assert [each.HasField("away_since") for each in again.learners] == [True, False, False]
+        with pytest.MonkeyPatch.context() as patch:
+            missed_soon(patch)
+            await up.leave("ann")
+            for back in (False, True):
+                end = await up.end(run_id)
+                if back:
+                    patch.undo()
+                assert end.state == coordinator_pb2.RUN_STATE_FAILED
+                assert end.detail.startswith("ann is gone since round ")
+                again = await resume(up, run_id)
+                assert [each.HasField("away_since") for each in again.learners] == [True, False, False]
         await up.join("ann", first.noise)
         ends_as_simulated(up, first, await up.end(run_id))
 

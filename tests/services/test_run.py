@@ -49,7 +49,7 @@ from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
 from tests.services.capturing import said_again
-from tests.services.network import PATIENCE_S, network, refused, said_rounds
+from tests.services.network import PATIENCE_S, missed_soon, network, refused, said_rounds
 
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
@@ -376,7 +376,9 @@ async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: 
 
 
 @pytest.mark.parametrize("rounds", [1, 50])
-async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp_path: Path, rounds: int) -> None:
+async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
     """As SIGTERM does it, in full run: whatever was journaled and charged crossed the wire."""
     spec = small_spec(2_000, NAMES, capture="relay", clock={"deadline_s": 5.0})
     data = made_up(spec, records=5)
@@ -384,6 +386,7 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
         running = asyncio.ensure_future(up.run(spec, data))
         await up.until("ben", LearnerState.RUNNING, rounds)
         leaving = up.learners["ben"]
+        missed_soon(monkeypatch)
         await up.leave("ben")
         assert leaving.in_run().status.state == LearnerState.STOPPED
         outcome = await running

@@ -23,7 +23,7 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, Network, network, refused
+from tests.services.network import PATIENCE_S, Network, missed_soon, network, refused
 from tests.services.test_run import SHAPES, recorded
 
 PACED = {"mode": "paced", "period_s": 0.05}
@@ -143,7 +143,9 @@ async def test_a_run_that_needs_a_learner_of_another_one_is_refused_at_once(tmp_
     assert both.details() == f"ben, ann are in run {run_id}, which is under way: {way_out}"
 
 
-async def test_a_run_that_fails_or_is_stopped_leaves_another_one_alone(tmp_path: Path) -> None:
+async def test_a_run_that_fails_or_is_stopped_leaves_another_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing, stopped = (small_spec(100_000, names, clock={"deadline_s": 5.0}) for names in (["fay", "gus"], ["hal"]))
     first = work(tmp_path, ["ann", "ben"], 1, 60, capture="relay")
     async with serving(tmp_path, first) as up:
@@ -153,6 +155,7 @@ async def test_a_run_that_fails_or_is_stopped_leaves_another_one_alone(tmp_path:
         others = [(await up.start(spec, 3)).run_id for spec in (failing, stopped)]
         few = small_spec(9, failing.names)
         await up.feed(others[0], few, made_up(few), but=["gus"])  # fay has nobody to wait for but gus
+        missed_soon(monkeypatch)
         await up.leave("gus")
         async with channel(up.coordinator) as to:
             request = coordinator_pb2.StopRunRequest(run_id=others[1], reason="enough")
