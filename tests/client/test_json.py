@@ -19,6 +19,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from sottovoce.experiment import prepare
+from sottovoce.noise import Recorder, SeededNoise
+from sottovoce.running.simulator import simulate
+from sottovoce.spec import load_spec
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.running.launch import ServiceDied
@@ -172,9 +176,14 @@ def test_a_policy_and_a_run(folder: Path) -> None:
 
 
 def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
+    """With other noise the audit would refute it with probability 0.05 at most, and a watch raise an alarm with 0.001."""
     spec = {**yaml.safe_load(Path("small.yaml").read_text("utf-8")), "capture": "relay"}
     Path("small.yaml").write_text(yaml.safe_dump(spec), "utf-8")
-    document = told("up", "small.yaml", "--out", "o", "--tls", "--per-process", "3")
+    prepared, recorder = prepare(load_spec(Path("small.yaml"))), Recorder(SeededNoise(0))
+    list(simulate(prepared.run, prepared.data, recorder))
+    np.savez("noise.npz", y=np.stack(recorder.drawn["y"]))
+    more = ("--tls", "--per-process", "3", "--recorded-noise", "noise.npz")
+    document = told("up", "small.yaml", "--out", "o", *more)
     assert (document["folder"], document["state"], document["rounds"], document["rounds_done"]) == (
         "o",
         "finished",

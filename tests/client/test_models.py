@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from sottovoce_client.live.sending import At
 from sottovoce_client.models import exporting, predicting
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState
+from tests.client.test_cli import here as here
 from tests.client.test_live_learner import CLOCK, NAMES
 from tests.examples import small_spec
 from tests.services.identities import Identities
@@ -34,6 +35,8 @@ from tests.services.network import OPERATOR, Network, network
 COVERED = {"name": "pd-ogd", "noise": {"kind": "calibrated", "epsilon": 2.0}, "play": "mixed"}
 CLEAN = {"name": "ldp-dol", "sigma": 1.0}
 WIDTH, SECRET = 3, 31_337
+
+Here = Callable[..., tuple[int, str, str]]
 
 
 def raw(records: int = 12, width: int = WIDTH) -> FloatArray:
@@ -276,14 +279,14 @@ def test_files_of_other_formats_are_not_written(tmp_path: Path) -> None:
         predicting.require_writable(tmp_path / "said.xlsx")
 
 
-async def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_path: Path) -> None:
+def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_path: Path, here: Here) -> None:
     file, out = spec_file(tmp_path / "here", COVERED), tmp_path / "ben.npz"
-    code, _, err = await ran("simulate", file, "--replicas", 2, "--out", tmp_path / "sim")
+    code, _, err = here("simulate", str(file), "--replicas", "2", "--out", str(tmp_path / "sim"))
     assert code == 0, err
-    arguments = ["models", "export", tmp_path / "sim", "--learner", "ben", "--replica", 1, "--out", out]
-    code, _, err = await ran(*arguments)
+    arguments = ["models", "export", str(tmp_path / "sim"), "--learner", "ben", "--replica", "1", "--out", str(out)]
+    code, _, err = here(*arguments)
     assert code == 2 and "from a seed or a recording, which protects nobody" in err and not out.exists()
-    code, _, err = await ran(*arguments, "--unprotected")
+    code, _, err = here(*arguments, "--unprotected")
     assert code == 0, err
     decisions = pq.read_table(tmp_path / "sim" / "models.parquet").to_pylist()
     last = [row["value"] for row in decisions if (row["round"], row["sender"], row["replica"]) == (5, 1, 1)]
@@ -291,7 +294,7 @@ async def test_a_simulated_model_is_a_file_but_its_noise_protects_nobody(tmp_pat
         assert [[*model["weights"], float(model["intercept"])]] == last
     for wrong, text in (
         (["--learner", "zoe"], "must be one of ann, ben"),
-        (["--replica", 7], "one that was simulated"),
+        (["--replica", "7"], "one that was simulated"),
     ):
-        code, _, err = await ran(*arguments[:3], *wrong, "--out", out.with_name("x.npz"), "--unprotected")
+        code, _, err = here(*arguments[:3], *wrong, "--out", str(out.with_name("x.npz")), "--unprotected")
         assert code == 2 and text in err

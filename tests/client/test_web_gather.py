@@ -14,6 +14,7 @@ import pytest
 
 from sottovoce.errors import NotReady
 from sottovoce_client.lab.watching.view import Gauges
+from sottovoce_client.web import gather
 from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
 from sottovoce_client.web.services import Asked, Places
 from sottovoce_client.web.view import CaptureLine
@@ -25,6 +26,13 @@ from tests.services.network import PATIENCE_S, Network, network
 
 NAMES = ["ann", "ben", "eve"]
 PACED = {"mode": "paced", "period_s": 0.05, "deadline_s": 100.0}
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services, lists and files are looked at several times a second."""
+    for name in ("LOOK_S", "_LISTS_S", "_FILES_S"):
+        monkeypatch.setattr(gather, name, 0.2)
 
 
 @asynccontextmanager
@@ -101,6 +109,7 @@ async def test_services_that_go_are_told_and_what_was_known_stays(tmp_path: Path
         assert page["run"]["name"] == spec.name and page["gone"]
         later = await until(lambda page: page["problems"])
         assert later["problems"][0]["since"] == page["problems"][0]["since"]
+        running.cancel()
         await asyncio.wait([running])
 
 
@@ -117,6 +126,7 @@ async def test_results_say_how_a_run_ended_whose_services_are_gone(tmp_path: Pat
         await up.coordinating.stop()
         page = await until(lambda page: page["problems"] and page["run"]["state"] == "finished")
         assert page["runs"][0]["state"] == "finished" and page["run"]["ended"] == page["runs"][0]["ended"]
+        running.cancel()
         await asyncio.wait([running])
 
 
