@@ -6,7 +6,6 @@ import asyncio
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import structlog
 import yaml
 
 from sottovoce.arrays import FloatArray
@@ -75,7 +75,8 @@ def spec_file(folder: Path, algorithm: Mapping[str, Any], *, classes: int = 2, *
 
 @asynccontextmanager
 async def learned(folder: Path, file: Path, identities: Identities | None = None) -> AsyncIterator[Network]:
-    """Learners that have finished the run of a spec."""
+    """Learners that have finished the run of a spec; what is logged is apart from what commands print."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     spec = load_spec(file)
     data = prepare(spec, folders=()).data
     async with network(folder, NAMES, identities=identities) as up:
@@ -83,18 +84,9 @@ async def learned(folder: Path, file: Path, identities: Identities | None = None
         yield up
 
 
-async def ran(*arguments: object) -> tuple[int, str, str]:
-    """The command, as people run it."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SOTTOVOCE_")}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sottovoce_client", *map(str, arguments)),
-        env={**environment, "COLUMNS": "200"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+async def ran(here: Here, *arguments: object) -> tuple[int, str, str]:
+    """A command, beside the services that it asks."""
+    return await asyncio.to_thread(here, *map(str, arguments))
 
 
 def scores_of(file: Path, features: FloatArray) -> FloatArray:
@@ -117,7 +109,7 @@ def by_onnx(file: Path, features: FloatArray) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, tls: bool) -> None:
+async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, here: Here, tls: bool) -> None:
     identities = Identities(tmp_path / "ids") if tls else None
     who = [] if identities is None else ["--identity", identities.at(OPERATOR)]
     file, records = spec_file(tmp_path / "here", COVERED), tmp_path / "new.csv"
@@ -128,17 +120,15 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, tls: b
     async with learned(tmp_path, file, identities) as up:
         at, own = up.addresses["ann"], ["--spec", file, "--learner", "ann", *who]
         spent = (await up.status("ann")).epsilon_spent
-        said, told, written, exported, shown = await asyncio.gather(
-            ran("predict", at, records, *own),
-            ran("predict", at, records, *own, "--json"),
-            ran("predict", at, records, *own, "--out", tmp_path / "said.parquet"),
-            ran("models", "export", at, "--out", tmp_path / "ann.npz", *own, "--json"),
-            ran("models", "export", at, "--out", tmp_path / "ann.onnx", *own),
-        )
-        again = await ran("models", "export", at, "--out", tmp_path / "ann.npz", *own)
-        other = await ran("predict", at, records, "--spec", file, "--learner", "ben", *who)
+        said = await ran(here, "predict", at, records, *own)
+        told = await ran(here, "predict", at, records, *own, "--json")
+        written = await ran(here, "predict", at, records, *own, "--out", tmp_path / "said.parquet")
+        exported = await ran(here, "models", "export", at, "--out", tmp_path / "ann.npz", *own, "--json")
+        shown = await ran(here, "models", "export", at, "--out", tmp_path / "ann.onnx", *own)
+        again = await ran(here, "models", "export", at, "--out", tmp_path / "ann.npz", *own)
+        other = await ran(here, "predict", at, records, "--spec", file, "--learner", "ben", *who)
         stranger = [] if identities is None else ["--identity", identities.at("operator/mallory")]
-        refused = await ran("predict", at, records, "--spec", file, *stranger) if stranger else None
+        refused = await ran(here, "predict", at, records, "--spec", file, *stranger) if stranger else None
     assert [each[0] for each in (said, told, written, exported, shown)] == [0] * 5, said[2] + exported[2]
     rows = list(csv.DictReader(io.StringIO(said[1])))
     scores = scores_of(tmp_path / "ann.npz", raw())
@@ -163,16 +153,16 @@ async def test_a_model_and_what_it_says_leave_their_owner(tmp_path: Path, tls: b
     assert refused is None or (refused[0] == 2 and "operator/mallory is not one whom the owner" in refused[2])
 
 
-async def test_a_model_that_no_epsilon_covers_stays_unless_its_owner_insists(tmp_path: Path) -> None:
+async def test_a_model_that_no_epsilon_covers_stays_unless_its_owner_insists(tmp_path: Path, here: Here) -> None:
     file, out = spec_file(tmp_path / "here", CLEAN), tmp_path / "ann.npz"
     np.savez(tmp_path / "new.npz", X=raw())
     async with learned(tmp_path, file) as up:
         arguments = ["models", "export", up.addresses["ann"], "--spec", file, "--out", out]
-        code, said, err = await ran(*arguments)
+        code, said, err = await ran(here, *arguments)
         assert (code, said, out.exists()) == (2, "", False)
         assert "this one is not protected: the model of ldp-dol" in err and "--unprotected writes it" in err
-        code, said, _ = await ran(*arguments, "--unprotected")
-        predicted = await ran("predict", up.addresses["ann"], tmp_path / "new.npz", "--spec", file)
+        code, said, _ = await ran(here, *arguments, "--unprotected")
+        predicted = await ran(here, "predict", up.addresses["ann"], tmp_path / "new.npz", "--spec", file)
     assert code == 0 and "NO, no epsilon" in said
     with np.load(out) as model:
         assert json.loads(str(model["about"]))["privacy"]["epsilon"] is None
