@@ -102,12 +102,13 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
             assert (await take(part, 1))[0].position == 51
 
 
-async def test_patience_ends(tmp_path: Path) -> None:
+async def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with server(tmp_path) as at:
         async with jetstream(at) as js:
             await js.add_stream(name="wards")
         async with open_nats(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
+            monkeypatch.setattr("sottovoce_client.feeding.nats._CALL_S", 0.5)  # nobody will answer
             with pytest.raises(Unavailable, match=r"NATS at nats://127.0.0.1.* was away for 0.1 s"):
                 await take(part, 1)
         with pytest.raises(Unavailable, match=r"was away for 0.1 s"):

@@ -18,7 +18,7 @@ from sottovoce_client.terminal import json_apart
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.misconduct import KnownBy
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, network
+from tests.services.network import PATIENCE_S, missed_soon, network
 
 NAMES = ["ann", "ben"]
 
@@ -102,8 +102,10 @@ async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:
     console, shown = screen()
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, 3)).run_id
-        await up.leave("ben")
-        await up.end(run_id)
+        with pytest.MonkeyPatch.context() as patch:
+            missed_soon(patch)
+            await up.leave("ben")
+            await up.end(run_id)
         await resume_run(up.coordinator, run_id[:-1], console)
         await stop_run(up.coordinator, run_id, console)
         with pytest.raises(

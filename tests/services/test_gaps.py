@@ -287,7 +287,7 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     await second.start()
     for _ in range(3):
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
-            await opened(second, 1.0, resume=True)
+            await opened(second, 0.3, resume=True)
     done.set()
     assert (await opened(second, PATIENCE_S, resume=True)).capture_id == capture_id
     assert len(begun) == 1
