@@ -288,7 +288,7 @@ class Planned(Intake):
 
     def taken(self) -> Taken:
         """What it holds now."""
-        held = [fed.since(self._due) for fed in self._fed if fed.until > self._due]
+        held = [part for fed in self._fed if fed.until > self._due and (part := fed.since(self._due))[0].size]
         waiting, rounds, sizes = zip(*held, strict=True) if held else ((), (_NONE,), (_NONE,))
         return self._as(self._filled, waiting, np.concatenate(rounds), np.concatenate(sizes))
 
