@@ -41,12 +41,14 @@ class Batch:
         present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
         bounded_by: a loss whose bounds all records are known to obey as they are (`known_bounded`); None: that is not known.
             A batch that is made from this one says nothing of it.
+        bounded: the same records, made to obey the bounds of `bounded.bounded_by`, where somebody has done that already.
     """
 
     features: FloatArray
     labels: FloatArray
     present: FloatArray | None = None
     bounded_by: object | None = field(default=None, init=False)
+    bounded: Batch | None = field(default=None, init=False)
 
     def known_bounded(self, loss: object) -> Batch:
         """The same records, known to obey the bounds of a loss."""
@@ -59,6 +61,13 @@ class Batch:
         """Records that are known to obey the bounds of a loss."""
         batch = cls(features, labels, present)
         object.__setattr__(batch, "bounded_by", loss)
+        return batch
+
+    @classmethod
+    def beside(cls, features: FloatArray, labels: FloatArray, bounded: Batch) -> Batch:
+        """Records as they came, and the same within a loss's bounds."""
+        batch = cls(features, labels)
+        object.__setattr__(batch, "bounded", bounded)
         return batch
 
     @classmethod

@@ -40,7 +40,7 @@ class Hearing:
 
     def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
         self._role, self._codec, self._inbox, self._credentials = role, codec, inbox, credentials
-        self._digests = dict[tuple[int, int], tuple[int, bytes]]()
+        self._said = dict[tuple[int, int], tuple[int, int]]()
         self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
         self._misconduct = dict[int, Misconduct]()
         self.rules_broken = 0
@@ -66,19 +66,19 @@ class Hearing:
         t, sender, message = self._codec.decode(payload)
         if self._unsigned is not None:
             self._unsigned.require_signed(neighbour, t)
-        said = digest(payload)
+        said = hash(payload)  # by a key of this process
         try:
             complete = self._inbox.put(neighbour, t, sender, Received(t, payload, message))
         except RemoteProtocolError:
-            before = self._digests.get((neighbour, t % REMEMBERED))
+            before = self._said.get((neighbour, t % REMEMBERED))
             if sender == neighbour and before is not None and before[0] == t and before[1] != said:
                 name = called(self._role.spec.names, neighbour)
                 raise EquivocationError(f"{name} said two different things in round {t}") from None
             raise
-        self._digests[neighbour, t % REMEMBERED] = t, said
+        self._said[neighbour, t % REMEMBERED] = t, said
         self.messages += 1
         if self._unsigned is not None:
-            self._unsigned.heard(neighbour, t, said)
+            self._unsigned.heard(neighbour, t, digest(payload))
         return complete
 
     def _check(self, unsigned: Unsigned, neighbour: int, signed: Signed) -> None:

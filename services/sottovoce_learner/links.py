@@ -53,8 +53,9 @@ class Link:
         self._displaced: Callable[[], object] = lambda: None
         self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
-        self._more, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
         self._idle.set()
+        self._woken: asyncio.Future[None] | None = None  # an event would make one for each wait, too, and more
         self.attached = asyncio.Event()
         self.streams = 0
         """That were attached."""
@@ -116,7 +117,7 @@ class Link:
         if self.has(stream):
             self._stream = None
             self.attached.clear()
-            self._more.set()
+            self._wake()
 
     async def flushed(self) -> None:
         """Wait until all that was said is written, or the stream is gone."""
@@ -136,9 +137,13 @@ class Link:
     def _kick(self) -> None:
         if self._stream is not None:
             self._idle.clear()
-            self._more.set()
+            self._wake()
             if self._writing is None or self._writing.done():
                 self._writing = self._tasks.start(self._write(), "a channel cannot be written")
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     async def _write(self) -> None:
         """As long as there is a stream, write what is due, one message at a time: two writes in flight on one are an error."""
@@ -151,7 +156,7 @@ class Link:
                         self.detach(stream)
                 else:
                     self._idle.set()
-                    self._more.clear()
-                    await self._more.wait()
+                    self._woken = asyncio.get_running_loop().create_future()
+                    await self._woken
         finally:
             self._idle.set()

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -350,13 +351,13 @@ class Session:
         """
         memory, noise = self.memory, Kept(self._noise)
         spent = memory.books.price(t)
-        state, message = await self._computed(lambda: self.algorithm.speak(memory.state, noise))
+        state, message = await self._computed(self.algorithm.speak, memory.state, noise)
         if self._late_s is not None:
             message = Message({**message.fields, USED: used_field(self._used, *self.codec.shapes[USED])})
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         said = memory.inputs.before(frame, noise.drawn if memory.hidden else b"")
-        await self._journaled(lambda: self._log.say(t, spent, said))
+        await self._journaled(partial(self._log.say, t, spent, said))
         self.ingest.receipts.now()  # the same sync was theirs
         memory.say(t, state, frame, spent)
         return frame
@@ -395,14 +396,15 @@ class Session:
         """Take in the round's records, and what was heard in it."""
         memory, batch, here = self.memory, self.intake.take(t), self.inbox.take()
         used = [here[j] for j in self.plan.heard(t)]
-        self._used = [float(each.round) for each in used]
+        if self._late_s is not None:
+            self._used = [float(each.round) for each in used]
         inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
         heard = memory.hear({j: each.message for j, each in here.items()}, batch)
-        state = await self._computed(lambda: self.algorithm.listen(memory.state, heard, batch))
+        state = await self._computed(self.algorithm.listen, memory.state, heard, batch)
         memory.learn(state, inputs)
         if memory.done not in memory.attendance:
             # What it heard lasts, so that a learner that dies now is told nothing again.
-            await self._journaled(lambda: self._log.close_rounds(memory.done, inputs))
+            await self._journaled(partial(self._log.close_rounds, memory.done, inputs))
             memory.pass_absence(memory.attendance.end)
             while self.inbox.round < memory.done:
                 self.inbox.take()
@@ -415,9 +417,9 @@ class Session:
         """
         await self._room.written(self.memory.done, write)
 
-    async def _computed(self, compute: Callable[[], T]) -> T:
+    async def _computed(self, compute: Callable[..., T], *arguments: Any) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
-        return await asyncio.to_thread(compute) if self.loss.heavy else compute()
+        return await asyncio.to_thread(compute, *arguments) if self.loss.heavy else compute(*arguments)
 
     # ---- the end ------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, sa
 SNAPSHOT_AFTER = 4 * 1024 * 1024
 SNAPSHOT_ROUNDS = 1_000
 """A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
-_A_ROUND = 4_096
+_A_ROUND = 2_048
 """Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
 
 
@@ -134,7 +134,7 @@ class RunLog:
         """Has it grown so much that a snapshot should take its place?
 
         By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
-        they write a page a round, and replay takes in as many rounds as a snapshot has pages, or `SNAPSHOT_ROUNDS`.
+        they write `_A_ROUND` bytes a round, and replay takes in a round for as many of a snapshot's, or `SNAPSHOT_ROUNDS`.
         """
         by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
         return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sottovoce.errors import Unavailable
 from sottovoce.network.roster import called, in_short
@@ -20,8 +20,7 @@ TOLD_S = 1.0
 """A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
     """One wait.
 
     Attributes:

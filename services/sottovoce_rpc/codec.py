@@ -88,6 +88,9 @@ class RoundCodec:
             (name, shape, *ends_of) for (name, shape), ends_of in zip(self.shapes.items(), ends, strict=True)
         ]
         self._count = sum(sizes)
+        self._only = (
+            next(iter(self.shapes)) if list(self.shapes.values()) == [(self._count,)] else None
+        )  # nothing to cut
         before_values = _VALUES + _varint(8 * self._count)
         inside = len(_ROUND) + 8 + len(_SENDER) + 4 + len(before_values) + 8 * self._count
         before_round = _MESSAGE + _varint(inside) + _ROUND
@@ -132,7 +135,12 @@ class RoundCodec:
         flat = np.frombuffer(payload, _LITTLE, self._count, self._head.size)
         if not _within(flat):
             raise self._out_of_bounds(flat)
-        return t, sender, Message({name: flat[a:b].reshape(shape) for name, shape, a, b in self._fields})
+        return t, sender, Message(self._values(flat))
+
+    def _values(self, flat: FloatArray) -> dict[str, FloatArray]:
+        if self._only is not None:
+            return {self._only: flat}
+        return {name: flat[a:b].reshape(shape) for name, shape, a, b in self._fields}
 
     def decode_many(
         self, payloads: Sequence[bytes]

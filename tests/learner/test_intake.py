@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
+from sottovoce.losses import bounded
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.network.roster import Attendance
 from sottovoce_learner import intake as intaking
 from sottovoce_learner.intake import Intake, Planned
+from sottovoce_learner.packing import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
@@ -209,3 +211,71 @@ def test_a_refusal_quotes_no_record(wrong: learner_pb2.SampleBatch) -> None:
     with pytest.raises(DataError) as failure:
         intake().put(wrong)
     assert "987" not in str(failure.value)
+
+
+# ---- looked at once, and held by a snapshot --------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 2)), max_size=4),
+    st.integers(0, 20),
+    st.sampled_from([(range(20),), (range(3), range(5, 20)), (range(2, 9),)]),
+    st.sampled_from([0.1, 1.0, 3.0]),
+    st.sampled_from([2, 117]),
+    st.integers(0, 2**32),
+)
+def test_another_one_goes_on_where_this_one_stood(
+    fed: list[tuple[list[int], int]], done: int, stretches: tuple[range, ...], size: float, width: int, seed: int
+) -> None:
+    """Whatever was fed, with gaps, and however much of it was taken: records as they came, and within the loss's bounds."""
+    loss, generator, first = Ridge(), np.random.default_rng(seed), 0
+    attendance = Attendance(stretches, 20)
+    held, other = (Planned(width, loss, 20, attendance) for _ in range(2))
+    wanted: dict[int, tuple[Any, Any]] = {}
+    for sequence, (counts, gap) in enumerate(fed):
+        first += gap
+        counts = counts[: 20 - first]
+        if not counts:
+            break
+        rows, labels = generator.normal(size=(sum(counts), width)) * size, generator.normal(size=sum(counts))
+        held.put(batch(sequence, rows, labels, counts=counts, first_round=first))
+        parts = zip(np.split(rows, np.cumsum(counts)), np.split(labels, np.cumsum(counts)), strict=True)
+        wanted |= {t: part for t, part in enumerate(parts, first) if t in attendance and t < first + len(counts)}
+        first += len(counts)
+
+    def brought(one: Planned, t: int) -> None:
+        taken, (rows, labels) = one.take(t), wanted.get(t, (np.empty((0, width)), np.empty(0)))
+        np.testing.assert_array_equal(taken.features, rows)
+        np.testing.assert_array_equal(taken.labels, labels)
+        ours, plain = bounded(loss, taken), bounded(loss, Batch(rows, labels))
+        assert ours.features.tobytes() == plain.features.tobytes()
+        assert ours.labels.tobytes() == plain.labels.tobytes()
+
+    for t in range(done):
+        brought(held, t)
+    other.restore(unpack(pack(held.taken(), {}), {}))
+    assert (other.filled, other.waiting, other.records) == (held.filled, held.waiting, held.records)
+    assert held.waiting == sum(len(labels) for t, (_, labels) in wanted.items() if t >= done)
+    for t in range(done, 20):
+        brought(held, t)
+        brought(other, t)
+    assert (held.waiting, other.waiting) == (0, 0)
+
+
+def test_bounds_of_records_that_came_together_are_enforced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the loss of the run; whoever asks by another one has its own."""
+    loss, enforce, seen = Ridge(), Ridge.enforce, list[int]()
+
+    def counted(self: Ridge, rows: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+        seen.append(len(rows))
+        return enforce(self, rows, labels)
+
+    monkeypatch.setattr(Ridge, "enforce", counted)
+    held = Planned(2, loss, 20, Attendance((range(20),), 20))
+    held.put(batch(0, [[3.0, 4.0]] * 20, [0.0] * 20, counts=[1] * 20))
+    assert not seen
+    for taken in map(held.take, range(20)):
+        assert taken.features.tolist() == [[3.0, 4.0]]
+        np.testing.assert_allclose(bounded(loss, taken).features, [[0.6, 0.8]], rtol=1e-15)
+        np.testing.assert_allclose(bounded(Ridge(feature_bound=0.5), taken).features, [[0.3, 0.4]], rtol=1e-15)
+    assert seen == [20, *[1] * 20]

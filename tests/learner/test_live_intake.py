@@ -169,4 +169,6 @@ def test_another_one_goes_on_where_this_one_stood(taken: list[int], most: int) -
 
 def test_a_snapshot_of_a_version_before_live_records_is_read() -> None:
     old: tuple[Any, ...] = ({"a": 3}, 7, 4, np.empty(0, np.int64), np.empty(0, np.int64), [])
-    assert Taken.unpacked(old) == Taken({"a": 3}, 7, 4, {}, {}, 0)
+    read = Taken.unpacked(old)
+    assert (read.next, read.filled, read.batches, read.last, read.records) == ({"a": 3}, 7, 4, {}, 0)
+    assert not read.waiting

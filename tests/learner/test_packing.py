@@ -137,10 +137,13 @@ def test_other_bytes_and_newer_ones_are_refused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("sizes", [[], [0], [2, 0, 3]])
 def test_records_that_wait(sizes: list[int]) -> None:
     generator = np.random.default_rng(1)
-    waiting = {3 * k: Batch(generator.normal(size=(size, 2)), np.ones(size)) for k, size in enumerate(sizes)}
-    taken = Taken({"a": 3}, 7, 4, waiting)
-    again = unpack(pack(taken, {}), {})
-    assert (again.next, again.filled, again.batches, list(again.waiting)) == ({"a": 3}, 7, 4, list(waiting))
-    for t, batch in waiting.items():
-        np.testing.assert_array_equal(again.waiting[t].features, batch.features)
-        np.testing.assert_array_equal(again.waiting[t].labels, batch.labels)
+    waiting = tuple(Batch(generator.normal(size=(size, 2)), np.ones(size)) for size in sizes)
+    rounds = 3 * np.arange(len(sizes))
+    again = unpack(pack(Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64)), {}), {})
+    assert (again.next, again.filled, again.batches) == ({"a": 3}, 7, 4)
+    assert (again.rounds.tolist(), again.sizes.tolist()) == (rounds.tolist(), sizes)
+    for name in ("features", "labels"):
+        said, heard = (
+            [value for each in part for value in getattr(each, name).tolist()] for part in (waiting, again.waiting)
+        )
+        assert heard == said

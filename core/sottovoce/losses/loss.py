@@ -113,6 +113,8 @@ def bounded(loss: Loss, batch: Batch) -> Batch:
     """The batch, made to obey the bounds that the loss declares (`Loss.enforce`)."""
     if batch.bounded_by is loss:
         return batch
+    if batch.bounded is not None and batch.bounded.bounded_by is loss:
+        return batch.bounded
     return Batch(*loss.enforce(batch.features, batch.labels), batch.present).known_bounded(loss)
 
 

@@ -130,6 +130,8 @@ def _batches(data: PlacedData, rounds: int, loss: Loss) -> Iterator[Batch]:
         rows = [each.order[each.offsets[t] : each.offsets[t + many]].reshape(many, size) for each in data.learners]
         features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
         labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)], axis=1)
-        obey = all(map(np.array_equal, (features, labels), loss.enforce(features, labels)))
-        yield from map(partial(Batch.obeying, loss) if obey else Batch, features, labels)
+        within = loss.enforce(features, labels)
+        bounded = map(partial(Batch.obeying, loss), *within)
+        obey = all(map(np.array_equal, (features, labels), within))
+        yield from bounded if obey else map(Batch.beside, features, labels, bounded)
         t += many
