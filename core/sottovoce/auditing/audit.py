@@ -163,7 +163,8 @@ def examine(plan: AuditPlan, part: Recording, single: Apart | None = None) -> Ex
     noise = None
     if plan.listener.threat is not ThreatModel.OUTPUT:
         close = math.ceil(plan.close * part.transcript.replicas)
-        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close)
+        share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
+        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share)
     return replace(_losses(plan, part, single), noise=noise)
 
 

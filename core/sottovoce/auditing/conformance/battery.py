@@ -42,11 +42,14 @@ class Battery:
         shown: some of every learner's, standardised, the most of the audited one's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0) -> None:
+        """For such a share of all runs."""
         self.numbers = 0
         self.shown: list[FloatArray] = []
         self._most: Sequence[int] = ()
         self._instruments = tuple(make() for make in INSTRUMENTS)
+        for each in self._instruments:
+            each.expect(share)
 
     def add(self, block: Block, audited: int) -> None:
         """Look at some more runs."""
@@ -76,7 +79,13 @@ class Battery:
 
 
 def examine_noise(
-    run: Run, data: PlacedData, worlds: Worlds, world: int, transcript: Transcript, close: int
+    run: Run,
+    data: PlacedData,
+    worlds: Worlds,
+    world: int,
+    transcript: Transcript,
+    close: int,
+    share: float = 1.0,
 ) -> Battery:
     """Take the noise off all messages of some runs of one world, and look at it.
 
@@ -87,8 +96,9 @@ def examine_noise(
         world: of these runs.
         transcript: what all learners said.
         close: so many runs are looked at for dependence, too.
+        share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
     """
-    found, room = Battery(), None
+    found, room = Battery(share), None
     fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
     lived, holders = worlds.data(data, world), worlds.holders(run)
     for part, near in _slices(transcript, max(1, _NUMBERS // numbers_of(run)), close):

@@ -10,7 +10,10 @@ import numpy as np
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.residuals import UNKNOWN, ByteArray, Residuals, unknown
+from sottovoce.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
+
+_PIECE = 2**16
+"""Numbers of a piece, about: half a megabyte of each array."""
 
 FARTHEST = 38.0
 """Of a normal score: what lies farther has a probability that no double holds."""
@@ -93,6 +96,20 @@ class Block:
                     before[what][each.learner, :, :, places[each.field]] = values
         return replace(self, past=before)
 
+    def pieces(self) -> Iterator[tuple[int, slice, Block]]:
+        """The same noise of one learner and some runs at a time: the learner, the runs, and the piece, whose arrays are views.
+
+        Memory is slower than what is done with a number, so each piece fits into a processor's cache.
+        """
+        _, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (rounds * numbers))
+        for i, name in enumerate(self.learners):
+            for start in range(0, runs, step):
+                some = slice(start, min(start + step, runs))
+                rows = {part: getattr(self, part)[i : i + 1, :, some] for part in UNKNOWN if part not in OF_SCALES}
+                rows |= {part: getattr(self, part)[i : i + 1] for part in OF_SCALES}
+                yield i, some, Block((name,), self.fields, **rows, past={})
+
     @property
     def runs(self) -> int:
         """How many."""
@@ -104,6 +121,12 @@ class Block:
         """Where noise is known."""
         known: BoolArray = np.isfinite(self.values)
         return known
+
+    @cached_property
+    def resolved(self) -> BoolArray:
+        """Where noise is known, and float64 resolves it to the last bit."""
+        resolved: BoolArray = self.known & (self.lost == 0)
+        return resolved
 
     @cached_property
     def count(self) -> int:

@@ -95,12 +95,13 @@ UNKNOWN: Mapping[str, np.generic] = {
 }
 """The arrays of `Residuals`, and what stands in them where nothing is known."""
 
+OF_SCALES = ("scale", "grid")
+"""Those that are the same in all runs."""
+
 
 def unknown(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
     """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
-    return {
-        name: np.full(of_scales if name in ("scale", "grid") else shape, nothing) for name, nothing in UNKNOWN.items()
-    }
+    return {name: np.full(of_scales if name in OF_SCALES else shape, nothing) for name, nothing in UNKNOWN.items()}
 
 
 def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
