@@ -103,12 +103,22 @@ class Block:
         """
         _, rounds, runs, numbers = self.values.shape
         step = max(1, _PIECE // (rounds * numbers))
-        for i, name in enumerate(self.learners):
+        for i in range(len(self.learners)):
             for start in range(0, runs, step):
                 some = slice(start, min(start + step, runs))
-                rows = {part: getattr(self, part)[i : i + 1, :, some] for part in UNKNOWN if part not in OF_SCALES}
-                rows |= {part: getattr(self, part)[i : i + 1] for part in OF_SCALES}
-                yield i, some, Block((name,), self.fields, **rows, past={})
+                yield i, some, self._part(slice(i, i + 1), some)
+
+    def by_runs(self) -> Iterator[Block]:
+        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one."""
+        learners, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (learners * rounds * numbers))
+        for start in range(0, runs, step):
+            yield self._part(slice(None), slice(start, min(start + step, runs)))
+
+    def _part(self, learners: slice, runs: slice) -> Block:
+        rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
+        rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
+        return Block(self.learners[learners], self.fields, **rows, past={})
 
     @property
     def runs(self) -> int:
