@@ -79,11 +79,9 @@ class Block:
             found[name] = Residuals(learner, name, **rows)
         return found
 
-    def cleared(self) -> Block:
-        """The same room, to be filled anew: what was known of other runs is no longer."""
+    def again(self) -> Block:
+        """The same room, to be filled anew (`residuals`): it still holds what was known of other runs."""
         rows = {part: getattr(self, part) for part in UNKNOWN}
-        for part, nothing in UNKNOWN.items():
-            rows[part].fill(nothing)
         return Block(self.learners, self.fields, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
