@@ -35,7 +35,8 @@ class Block:
         off: whether the message is off its lattice.
         scale: `(learners, rounds, numbers)` of the noise; NaN where there is none.
         grid: the same of the spacing.
-        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked.
+        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked. Of what is
+            the same in all runs, that axis has the length 1.
     """
 
     learners: tuple[str, ...]
@@ -86,7 +87,13 @@ class Block:
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
         """The same noise, and what the learners had before they drew it."""
-        before = {what: np.zeros(self.values.shape) for own in found for each in own for what in each.past}
+        learners, rounds, _, numbers = self.values.shape
+        runs: dict[str, int] = {}
+        for own in found:
+            for each in own:
+                for what, values in each.past.items():
+                    runs[what] = max(values.shape[1], runs.get(what, 1))
+        before = {what: np.zeros((learners, rounds, length, numbers)) for what, length in runs.items()}
         places = dict(self.parts())
         for own in found:
             for each in own:
@@ -106,17 +113,19 @@ class Block:
                 some = slice(start, min(start + step, runs))
                 yield i, some, self._part(slice(i, i + 1), some)
 
-    def by_runs(self) -> Iterator[Block]:
-        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one."""
+    def by_runs(self) -> Iterator[tuple[slice, Block]]:
+        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one; which, and it."""
         learners, rounds, runs, numbers = self.values.shape
         step = max(1, _PIECE // (learners * rounds * numbers))
         for start in range(0, runs, step):
-            yield self._part(slice(None), slice(start, min(start + step, runs)))
+            some = slice(start, min(start + step, runs))
+            yield some, self._part(slice(None), some)
 
     def _part(self, learners: slice, runs: slice) -> Block:
         rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
         rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
-        return Block(self.learners[learners], self.fields, **rows, past={})
+        past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, runs] for what, x in self.past.items()}
+        return Block(self.learners[learners], self.fields, **rows, past=past)
 
     @property
     def runs(self) -> int:

@@ -137,7 +137,7 @@ class _Judged:
 def _together(block: Block) -> IntArray:
     """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
-    for part in block.by_runs():
+    for _, part in block.by_runs():
         lost = part.lost
         whole = not lost.any()
         judged = np.broadcast_to(True, lost.shape) if whole else lost <= _MOST_LOST

@@ -63,8 +63,8 @@ class Residuals:
         off: the same: whether the message is off its lattice.
         scale: `(rounds,)` of the noise, or the same for each of `dim`; NaN where there is none.
         grid: the same of the spacing of the lattice; NaN where there is none.
-        past: by name, `(rounds, replicas, dim)` each: what the learner had before it drew the noise, and must not let it
-            depend on. Empty unless it was asked for.
+        past: by name, `(rounds, replicas, dim)` each, or `(rounds, 1, dim)` of what is the same in all of them: what the learner
+            had before it drew the noise, and must not let it depend on. Empty unless it was asked for.
     """
 
     learner: int
@@ -239,7 +239,7 @@ def residuals(
             noisy.setdefault(name, []).append(t)
             for what, values in {**noise.past, **before}.items() if close else ():
                 if values.shape[-1] == noise.values.shape[-1]:
-                    every[name].past.setdefault(what, np.zeros(every[name].values.shape))[t] = values[0]
+                    _keep(every[name], what, t, values[0])
         replay.step(messages, *(side.batch(t) for side in sides))
         if not replay.known:
             break
@@ -248,6 +248,17 @@ def residuals(
     for name, each in every.items():
         each.forget(np.setdiff1d(np.arange(transcript.rounds), noisy.get(name, ())))
     return tuple(every[name] for name in sorted(noisy) if np.isfinite(every[name].values).any())
+
+
+def _keep(noise: Residuals, what: str, t: int, values: FloatArray) -> None:
+    """Something of the past of round t, `(replicas, dim)` or `(1, dim)`."""
+    rounds, _, dim = noise.values.shape
+    kept = noise.past.get(what)
+    if kept is None:
+        kept = noise.past[what] = np.zeros((rounds, len(values), dim))
+    elif kept.shape[1] < len(values):
+        kept = noise.past[what] = np.repeat(kept, len(values), axis=1)
+    kept[t] = values
 
 
 def _shape(said: FloatArray) -> tuple[int, ...]:
