@@ -28,8 +28,8 @@ from sottovoce.running.transcript import Transcript
 
 INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Freshness)
 
-_NUMBERS = 2**21
-"""In a block: some 100 bytes each."""
+_NEAR, _FAR = 2**21, 2**22
+"""Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
 
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
@@ -104,15 +104,14 @@ def examine_noise(
         close: so many runs are looked at for dependence, too.
         share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
     """
-    found, room = Battery(share), None
-    schedule: Schedule = {}
+    found, schedule = Battery(share), Schedule()
     fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
     lived, holders = worlds.data(data, world), worlds.holders(run)
-    for part, near in _slices(transcript, max(1, _NUMBERS // numbers_of(run)), close):
-        # Memory that is new to a process costs more than what is done with it.
-        if room is None or room.runs != part.replicas:
-            room = Block.blank(run.spec.names, fields, part.rounds, part.replicas)
-        room = room.again()
+    parts = list(_slices(transcript, numbers_of(run), close))
+    # Memory that is new to a process costs more than what is done with it.
+    memory = Block.blank(run.spec.names, fields, transcript.rounds, max(part.replicas for part, _ in parts))
+    for part, near in parts:
+        room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
         taken = [
             residuals(
@@ -142,11 +141,12 @@ def _first(values: FloatArray, most: int) -> FloatArray:
     return some[:most].copy()
 
 
-def _slices(transcript: Transcript, most: int, close: int) -> Iterator[tuple[Transcript, bool]]:
-    """At most so many runs at a time, and whether they are to be looked at closely."""
+def _slices(transcript: Transcript, numbers: int, close: int) -> Iterator[tuple[Transcript, bool]]:
+    """Some runs of so many numbers at a time, and whether they are to be looked at closely."""
     start = 0
     while start < transcript.replicas:
         near = start < close
+        most = max(1, (_NEAR if near else _FAR) // numbers)
         stop = min(start + most, close if near else transcript.replicas, transcript.replicas)
         yield Transcript({name: values[:, :, start:stop] for name, values in transcript.fields.items()}), near
         start = stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,9 +81,12 @@ class Block:
             found[name] = Residuals(learner, name, **rows)
         return found
 
-    def again(self) -> Block:
-        """The same room, to be filled anew (`residuals`): it still holds what was known of other runs."""
-        rows = {part: getattr(self, part) for part in UNKNOWN}
+    def room(self, runs: int) -> Block:
+        """The same memory for so many runs or fewer, to be filled anew (`residuals`): it still holds what was known of others."""
+        shape = (*self.values.shape[:2], runs, self.values.shape[3])
+        rows = {part: getattr(self, part) for part in OF_SCALES}
+        for part in UNKNOWN.keys() - rows.keys():
+            rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
         return Block(self.learners, self.fields, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:

@@ -29,8 +29,8 @@ COPIES = 32
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
-_AMPLE = 4
-"""Times as many keys as will be left of a share are kept of it."""
+_SOME = 2**10
+"""Keys that are kept of a small share beyond twice its part: how many there are of it is up to chance."""
 
 _REST = 44
 """Bits of a pair's hash in which both have a say; the ones above are those of the first one's.
@@ -101,9 +101,9 @@ class Keys:
     def expect(self, share: float) -> None:
         """It is to take in such a share of all keys, and to be merged with those of the others: then few need be kept so long.
 
-        Four times as many as come to be kept in the end, so that the limit is above the last one.
+        Twice as many as come to be kept in the end, and some, so that the limit is above the last one.
         """
-        self._room = min(self._most, int(np.ceil(_AMPLE * share * self._most)))
+        self._room = min(self._most, int(np.ceil(2.0 * share * self._most)) + _SOME)
 
     @property
     def share(self) -> float:

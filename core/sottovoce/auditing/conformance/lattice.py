@@ -112,26 +112,25 @@ class _Judged:
         words: `(rounds, runs, numbers)`; 0 where nothing is judged.
         numbers: `(rounds, runs)` how many of a message are judged, or one number for all.
         chosen: those that are judged, in one row.
+        ends: of these, those that have `_SHORT` trailing zeros or more.
     """
 
     words: IntArray
     numbers: IntArray | int
     chosen: IntArray
+    ends: IntArray
 
     @classmethod
     def of(cls, words: IntArray, lost: ByteArray) -> Self:
         """Of `(rounds, runs, numbers)`."""
         if not lost.any():
             own = np.ascontiguousarray(words)
-            return cls(own, words.shape[-1], own.reshape(-1))
+            chosen, numbers = own.reshape(-1), words.shape[-1]
+            return cls(own, numbers, chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
         judged = lost <= _MOST_LOST
         own = np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0)
-        return cls(own, judged.sum(axis=-1), own[judged])
-
-    @property
-    def ends(self) -> IntArray:
-        """Those of the chosen that have `_SHORT` trailing zeros or more."""
-        return self.chosen[np.flatnonzero(self.chosen & _LOW == 0)]
+        chosen = own[judged]
+        return cls(own, judged.sum(axis=-1), chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
 
 
 def _together(block: Block) -> IntArray:
@@ -166,9 +165,8 @@ def _added(own: IntArray, known: BoolArray, *, whole: bool) -> IntArray:
 def _mantissas(own: _Judged) -> IntArray:
     """`(64, 65)` numbers K' by length, and by that of what stands before the zeros in which they end; in the last column, all."""
     found = np.zeros((_WORD, _WORD + 1), np.int64)
-    ends = own.ends
-    length = _length(ends)
-    before = np.maximum(length - _trailing(ends), 0)
+    length = _length(own.ends)
+    before = np.maximum(length - _trailing(own.ends), 0)
     found[:, :-1] = np.bincount(length * _WORD + before, minlength=_WORD**2).reshape(_WORD, _WORD)
     found[:, -1] = np.bincount(_length(own.chosen), minlength=_WORD)
     return found
