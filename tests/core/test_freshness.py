@@ -74,17 +74,17 @@ def test_a_pair_is_kept_where_its_first_one_is() -> None:
 
 
 def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
-    """Forty shares that know what they are keep a tenth each, and come to what one that sees all comes to."""
+    """Forty shares that know what they are keep few each, and come to what one that sees all comes to."""
     rng = np.random.default_rng(4)
-    parts = [rng.integers(0, 2**20, 5000) for _ in range(40)]
-    whole, merged = gathered(4000, *parts), Keys(4000)
+    parts = [rng.integers(0, 2**24, 20_000) for _ in range(40)]
+    whole, merged = gathered(20_000, *parts), Keys(20_000)
     for part in parts:
-        keys = Keys(4000)
+        keys = Keys(20_000)
         keys.expect(1.0 / 40.0)
-        keys.add(mixed(part.astype(np.uint64)), np.arange(5000, dtype=np.uint32))
-        assert keys.kept <= 800
+        keys.add(mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
+        assert keys.kept <= 5000
         merged.merge(keys)
-    assert merged.ties(2.0**-20).count == whole.ties(2.0**-20).count > 0
+    assert merged.ties(2.0**-24).count == whole.ties(2.0**-24).count > 0
     assert (merged.offered, merged.kept, merged.share) == (whole.offered, whole.kept, whole.share)
 
 

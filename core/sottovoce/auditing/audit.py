@@ -244,12 +244,13 @@ def gathered(parts: Iterable[Examined]) -> list[Examined]:
     """All parts, the noise of all of them in the first one, for what is kept of it is large."""
     kept: list[Examined] = []
     for part in parts:
-        noise = deepcopy(part.noise)  # what comes from another process may be read-only (Ray)
         whole = kept[0].noise if kept else None
-        if whole is not None and noise is not None:
-            whole.merge(noise)
-            noise = None
-        kept.append(replace(part, noise=noise))
+        if whole is None:
+            part = replace(part, noise=deepcopy(part.noise))  # what comes from another process may be read-only (Ray)
+        elif part.noise is not None:
+            whole.merge(part.noise)
+            part = replace(part, noise=None)
+        kept.append(part)
     return kept
 
 

@@ -78,16 +78,14 @@ class Freshness(Instrument):
         hashes = mixed(cells)
         self._keys["numbers"].add(hashes, seen.places, seen.resolved, seen.block.values < 0.0)
         self._add_some(hashes, seen)
-        self._add_pairs("pairs", hashes, seen, seen.neighbours())
+        self._add_pairs("pairs", hashes, seen)
         self._add_largest(cells, seen)
         if not one_scale:
             raw = mixed(_leading_bits(sizes * np.nan_to_num(seen.block.scale)[:, :, None]))
             self._keys["numbers as they are"].add(raw, seen.places, seen.resolved)
-            self._add_pairs("pairs as they are", raw, seen, seen.neighbours())
+            self._add_pairs("pairs as they are", raw, seen)
         self._add_words(seen)
-        # What was said, whatever the centre; and how many messages there were.
-        self._add_pairs("messages", mixed(seen.block.said.view(np.uint64)), seen, seen.first_two())
-        self._said += seen.messages
+        self._add_messages(seen)
 
     def merge(self, other: Self) -> None:
         self._layout = self._layout or other._layout
@@ -105,8 +103,8 @@ class Freshness(Instrument):
         known = None if seen.resolved is None else seen.resolved[0, t, :, k]
         self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
 
-    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen, pairs: Iterator[tuple[_Index, _Index]]) -> None:
-        for one, other in pairs:
+    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen) -> None:
+        for one, other in seen.neighbours():
             known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
             self._keys[kind].add_pairs(hashes[one], hashes[other], seen.places[one], known)
 
@@ -124,6 +122,14 @@ class Freshness(Instrument):
         signed = seen.block.steps.astype(np.int32)  # the low bits alone
         words = np.abs(signed).view(np.uint32)  # the least of all is its own negative
         self._keys["low words"].add(mixed(words.astype(np.uint64)), seen.places, seen.resolved, signed < 0)
+
+    def _add_messages(self, seen: _Seen) -> None:
+        """What was said, whatever the centre; and how many messages there were."""
+        said = seen.block.said.view(np.uint64)
+        for one, other in seen.first_two():
+            known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
+            self._keys["messages"].add_pairs(mixed(said[one]), mixed(said[other]), seen.places[one], known)
+        self._said += seen.messages
 
     # ---- what they come to -------------------------------------------------------------------------------------------
 
