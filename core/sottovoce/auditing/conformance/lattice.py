@@ -168,7 +168,8 @@ def _mantissas(own: _Judged) -> IntArray:
     length = _length(own.ends)
     before = np.maximum(length - _trailing(own.ends), 0)
     found[:, :-1] = np.bincount(length * _WORD + before, minlength=_WORD**2).reshape(_WORD, _WORD)
-    found[:, -1] = np.bincount(_length(own.chosen), minlength=_WORD)
+    exponents = np.bincount(_exponents(own.chosen), minlength=_ONE + _WORD)
+    found[0, -1], found[1:, -1] = exponents[0], exponents[_ONE : _ONE + _WORD - 1]
     return found
 
 
@@ -176,17 +177,35 @@ def _counted(words: IntArray, starts: Sequence[int] = _STARTS) -> IntArray:
     """`_Words.bytes` at these of `_STARTS`: two bytes from every count of 12 bits, which is what memory holds close by."""
     found = np.zeros((len(_STARTS), 256), np.int64)
     for k in range(0, 6, 2):
-        twelve = np.bincount(words >> starts[k] & 4095, minlength=4096)
+        twelve = np.bincount(_cut(words, starts[k], 4095), minlength=4096)
         found[k], found[k + 1] = twelve.reshape(16, 256).sum(axis=0), twelve.reshape(256, 16).sum(axis=1)
     for k in range(6, len(starts)):
-        found[k] = np.bincount(words >> starts[k] & 255, minlength=256)
+        found[k] = np.bincount(_cut(words, starts[k], 255), minlength=256)
     return found
+
+
+def _cut(words: IntArray, start: int, mask: int) -> IntArray:
+    bits = words >> start
+    bits &= mask
+    return bits
+
+
+_ONE = 1023
+"""The exponent of 1 in float64."""
+
+
+def _exponents(words: IntArray) -> IntArray:
+    """Of K, or of -1 - K if it is negative, as float64 has it; 0 for 0."""
+    sizes = words >> 63
+    sizes ^= words
+    exponents: IntArray = sizes.astype(np.float64).view(np.int64)
+    exponents >>= 52
+    return exponents
 
 
 def _length(words: IntArray) -> IntArray:
     """Bits of K, or of -1 - K if it is negative; 0 for 0. Below 2^53 they follow from the exponent of a float64 number."""
-    exponents: IntArray = (words ^ (words >> 63)).astype(np.float64).view(np.int64) >> 52
-    length: IntArray = np.maximum(exponents - 1022, 0)
+    length: IntArray = np.maximum(_exponents(words) - (_ONE - 1), 0)
     return length
 
 

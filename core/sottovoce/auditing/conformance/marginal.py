@@ -94,12 +94,12 @@ class _Kept:
             messages[1][i, :, some] = numbers if whole else known.sum(axis=-1)
             sums[i] += sizes.sum(axis=(0, 1))
             counts[i] += sizes.size // numbers if whole else known.sum(axis=(0, 1))
-            positive, negative = (np.count_nonzero(each, axis=(0, 1)) for each in _sides(piece.values[0]))
-            signs[i, :, 0] += positive
-            signs[i, :, 1] += positive + negative
+            negative = piece.values[0] < 0.0
+            positive, below = (np.count_nonzero(each, axis=(0, 1)) for each in (piece.values[0] > 0.0, negative))
+            signs[i] += np.stack([positive, positive + below], axis=-1)
             for place, (_, part) in enumerate(block.parts(), i * fields):
                 chosen = slice(None) if whole else known[..., part]
-                found = _looked_at(piece.values[0, ..., part][chosen], sizes[..., part][chosen])
+                found = _looked_at(sizes[..., part][chosen], negative[..., part][chosen])
                 histograms[place] += found[0]
                 near[place] += found[1]
                 zeros[place] += found[2]
@@ -137,22 +137,17 @@ class _Kept:
         )
 
 
-def _sides(values: FloatArray) -> tuple[BoolArray, BoolArray]:
-    """Where they are above, and below zero."""
-    return values > 0.0, values < 0.0
-
-
-def _looked_at(values: FloatArray, sizes: FloatArray) -> tuple[IntArray, IntArray, int, float]:
+def _looked_at(sizes: FloatArray, negative: BoolArray) -> tuple[IntArray, IntArray, int, float]:
     """Of some numbers of one place: the histogram, `near`, `zeros` and `largest`."""
     # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
     uniform = np.exp(-sizes).astype(np.float32).reshape(-1)
-    bins = (uniform.view(np.uint32) >> 18).astype(np.intp)
-    bins += np.signbit(values).reshape(-1) * np.intp(_BINS // 2)
+    bins = uniform.view(np.uint32) | negative.reshape(-1).astype(np.uint32) << 31  # with the sign of the number
+    bins >>= 18
     close = sizes[sizes < _CLOSE]
     level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
     near = np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
     zeros = int(np.count_nonzero(close < _NEAR))
-    return np.bincount(bins, minlength=_BINS), near, zeros, float(sizes.max(initial=0.0))
+    return np.bincount(bins.astype(np.intp), minlength=_BINS), near, zeros, float(sizes.max(initial=0.0))
 
 
 def _above(histograms: IntArray) -> IntArray:

@@ -158,19 +158,19 @@ class _Noise:
         x, shape = clipped(_finite(values)), self.signs.shape
         if x.shape[2] < shape[2]:  # the same in all runs: these are added up first
             x = np.broadcast_to(x, (*shape[:2], 1, shape[3]))
-            counts = shape[2] if self.known is None else self.known.sum(axis=2, keepdims=True)
-            signs, excess, squares = *self._over_runs, x * x * counts
-            largest = np.abs(x) if self.known is None else np.abs(x) * (counts > 0)
+            counts = np.array(shape[2]) if self.known is None else self.known.sum(axis=2, keepdims=True)
+            x = x * (counts > 0)
+            signs, excess, weighted = *self._over_runs, x * counts
         else:
             x = np.broadcast_to(x, shape)
             if self.known is not None:
                 x = x * self.known
-            signs, excess, squares, largest = self.signs, self.excess, x * x, x
+            signs, excess, weighted = self.signs, self.excess, x
         return _Sums(
-            signed=(x * signs).sum(axis=(1, 2)),
-            square=squares.sum(axis=(1, 2)),
+            signed=np.einsum("itrk,itrk->ik", x, signs),
+            square=np.einsum("itrk,itrk->ik", x, weighted),
             sized=float(np.vdot(x, excess)),
-            largest=max(float(largest.max()), -float(largest.min())),
+            largest=max(float(x.max()), -float(x.min())),
         )
 
     def against_others(self, values: FloatArray) -> Iterator[_Sums]:
