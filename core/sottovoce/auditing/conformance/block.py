@@ -13,8 +13,8 @@ from scipy import special
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
 
-_PIECE = 2**16
-"""Numbers of a piece, about: half a megabyte of each array."""
+_PIECE = 2**17
+"""Numbers of a piece, at most, or those of one run: a megabyte of each array."""
 
 FARTHEST = 38.0
 """Of a normal score: what lies farther has a probability that no double holds."""
