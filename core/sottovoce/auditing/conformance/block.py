@@ -90,7 +90,7 @@ class Block:
         return Block(self.learners, self.fields, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
-        """The same noise, and what the learners had before they drew it."""
+        """The same noise, and what the learners had before they drew it, which is taken out of what was found: it is large."""
         learners, rounds, _, numbers = self.values.shape
         runs: dict[str, int] = {}
         for own in found:
@@ -101,8 +101,8 @@ class Block:
         places = dict(self.parts())
         for own in found:
             for each in own:
-                for what, values in each.past.items():
-                    before[what][each.learner, :, :, places[each.field]] = values
+                for what in list(each.past):
+                    before[what][each.learner, :, :, places[each.field]] = each.past.pop(what)
         return replace(self, past=before)
 
     def pieces(self) -> Iterator[tuple[int, slice, Block]]:

@@ -78,10 +78,7 @@ class _Kept:
     @classmethod
     def of(cls, block: Block) -> Self:
         learners, rounds, runs, numbers = block.values.shape
-        fields = len(block.fields)
-        histograms = np.zeros((learners * fields, _BINS), np.int64)
-        near = np.zeros((learners * fields, _CLOSEST + 1), np.int64)
-        zeros, largest = np.zeros(learners * fields, np.int64), np.zeros(learners * fields)
+        places = _Places.blank(learners * len(block.fields))
         signs = np.zeros((learners, numbers, 2), np.int64)
         sums, counts = np.zeros((learners, numbers)), np.zeros((learners, numbers), np.int64)
         messages = np.zeros((learners, rounds, runs)), np.zeros((learners, rounds, runs), np.int64)
@@ -97,23 +94,20 @@ class _Kept:
             negative = piece.values[0] < 0.0
             positive, below = (np.count_nonzero(each, axis=(0, 1)) for each in (piece.values[0] > 0.0, negative))
             signs[i] += np.stack([positive, positive + below], axis=-1)
-            for place, (_, part) in enumerate(block.parts(), i * fields):
+            for place, (_, part) in enumerate(block.parts(), i * len(block.fields)):
                 chosen = slice(None) if whole else known[..., part]
-                found = _looked_at(sizes[..., part][chosen], negative[..., part][chosen])
-                histograms[place] += found[0]
-                near[place] += found[1]
-                zeros[place] += found[2]
-                largest[place] = max(largest[place], found[3])
-        near[:, 0] = histograms.sum(axis=1)
+                places.look(place, sizes[..., part][chosen], negative[..., part][chosen])
+        histograms = places.histograms
+        places.near[:, 0] = histograms.sum(axis=1)
         return cls(
             runs,
             histograms.sum(axis=0),
             _above(histograms),
-            near,
+            places.near,
             np.array([np.bincount(_CELLS, each, 128) for each in histograms]).astype(np.int64),
             signs,
-            zeros,
-            largest,
+            places.zeros,
+            places.largest,
             sums,
             counts,
             messages[0].sum(axis=-1),
@@ -137,17 +131,35 @@ class _Kept:
         )
 
 
-def _looked_at(sizes: FloatArray, negative: BoolArray) -> tuple[IntArray, IntArray, int, float]:
-    """Of some numbers of one place: the histogram, `near`, `zeros` and `largest`."""
-    # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
-    uniform = np.exp(-sizes).astype(np.float32).reshape(-1)
-    bins = uniform.view(np.uint32) | negative.reshape(-1).astype(np.uint32) << 31  # with the sign of the number
-    bins >>= 18
-    close = sizes[sizes < _CLOSE]
-    level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
-    near = np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
-    zeros = int(np.count_nonzero(close < _NEAR))
-    return np.bincount(bins.astype(np.intp), minlength=_BINS), near, zeros, float(sizes.max(initial=0.0))
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of every place, what its sizes come to one by one: its histogram, and the rest as `_Kept` has it."""
+
+    histograms: IntArray
+    near: IntArray
+    zeros: IntArray
+    largest: FloatArray
+
+    @classmethod
+    def blank(cls, places: int) -> Self:
+        """Of no number."""
+        histograms, near, zeros = (
+            np.zeros(shape, np.int64) for shape in ((places, _BINS), (places, _CLOSEST + 1), places)
+        )
+        return cls(histograms, near, zeros, np.zeros(places))
+
+    def look(self, place: int, sizes: FloatArray, negative: BoolArray) -> None:
+        """At some numbers of a place: their sizes, and which are below zero."""
+        # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
+        uniform = np.exp(-sizes).astype(np.float32).reshape(-1)
+        bins = uniform.view(np.uint32) | negative.reshape(-1).astype(np.uint32) << 31  # with the sign of the number
+        bins >>= 18
+        self.histograms[place] += np.bincount(bins.astype(np.intp), minlength=_BINS)
+        close = sizes[sizes < _CLOSE]
+        level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
+        self.near[place] += np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
+        self.zeros[place] += np.count_nonzero(close < _NEAR)
+        self.largest[place] = max(self.largest[place], sizes.max(initial=0.0))
 
 
 def _above(histograms: IntArray) -> IntArray:
