@@ -17,7 +17,7 @@ from scipy import special
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.freshness import EQUAL, LARGEST, Freshness
-from sottovoce.auditing.conformance.keys import COPIES, Keys, Ties, mixed
+from sottovoce.auditing.conformance.keys import COPIES, Keys, Ties, mixed, paired
 from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
@@ -49,10 +49,43 @@ def gathered(most: int, *parts: IntArray) -> Keys:
 
 
 def test_hashes_of_different_keys_differ() -> None:
-    """A bijection of one; of a million neighbouring pairs, no two alike (by chance with probability 3e-8)."""
-    one = np.arange(1000, dtype=np.uint64)
+    """A bijection of one; of a million neighbouring pairs, no two alike (by chance with probability 6e-5)."""
     assert len(np.unique(mixed(np.arange(10**6, dtype=np.uint64)))) == 10**6
-    assert len(np.unique(mixed(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
+    one = mixed(np.arange(1000, dtype=np.uint64))
+    assert len(np.unique(paired(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
+
+
+def test_a_pair_is_kept_where_its_first_one_is() -> None:
+    """Of pairs, as many as of their first ones; equal pairs are found, and pairs that share one number are not equal."""
+    rng = np.random.default_rng(3)
+    first, second = (mixed(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
+    places = np.arange(50_000, dtype=np.uint32)
+    single, pairs = Keys(5000), Keys(5000)
+    single.add(first, places)
+    pairs.add_pairs(first, second, places)
+    assert pairs.ties(0.0).count == 0
+    assert pairs.share == single.share < 1.0
+    single.ties(0.0)
+    assert pairs.kept == single.kept == np.count_nonzero(first < np.uint64(int(pairs.share * 2**64)))
+    pairs.add_pairs(first, second[::-1], places)
+    assert pairs.ties(0.0).count == 0
+    pairs.add_pairs(first, second, places)
+    assert pairs.ties(0.0).count == np.count_nonzero(first < np.uint64(int(pairs.share * 2**64)))
+
+
+def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
+    """Forty shares that know what they are keep few each, and come to what one that sees all comes to."""
+    rng = np.random.default_rng(4)
+    parts = [rng.integers(0, 2**24, 20_000) for _ in range(40)]
+    whole, merged = gathered(20_000, *parts), Keys(20_000)
+    for part in parts:
+        keys = Keys(20_000)
+        keys.expect(1.0 / 40.0)
+        keys.add(mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
+        assert keys.kept <= 5000
+        merged.merge(keys)
+    assert merged.ties(2.0**-24).count == whole.ties(2.0**-24).count > 0
+    assert (merged.offered, merged.kept, merged.share) == (whole.offered, whole.kept, whole.share)
 
 
 def test_a_share_of_keys_keeps_the_same_share_of_repeats() -> None:

@@ -163,7 +163,8 @@ def examine(plan: AuditPlan, part: Recording, single: Apart | None = None) -> Ex
     noise = None
     if plan.listener.threat is not ThreatModel.OUTPUT:
         close = math.ceil(plan.close * part.transcript.replicas)
-        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close)
+        share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
+        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share)
     return replace(_losses(plan, part, single), noise=noise)
 
 
@@ -243,12 +244,13 @@ def gathered(parts: Iterable[Examined]) -> list[Examined]:
     """All parts, the noise of all of them in the first one, for what is kept of it is large."""
     kept: list[Examined] = []
     for part in parts:
-        noise = deepcopy(part.noise)  # what comes from another process may be read-only (Ray)
         whole = kept[0].noise if kept else None
-        if whole is not None and noise is not None:
-            whole.merge(noise)
-            noise = None
-        kept.append(replace(part, noise=noise))
+        if whole is None:
+            part = replace(part, noise=deepcopy(part.noise))  # what comes from another process may be read-only (Ray)
+        elif part.noise is not None:
+            whole.merge(part.noise)
+            part = replace(part, noise=None)
+        kept.append(part)
     return kept
 
 

@@ -57,7 +57,7 @@ class AuditPlan:
         levels: the chance of a false alarm, divided among all that is looked at.
         seeds: of everything random.
         paired: there are runs of both worlds. If not, all are of the first one, and nothing can be guessed.
-        close: the share of the runs that is looked at for dependence, which costs most.
+        numbers: that all learners say in all runs of all pairs.
         beside: other pairs of worlds, each an audit with runs of its own, for what this pair may hide.
     """
 
@@ -72,13 +72,18 @@ class AuditPlan:
     levels: Levels
     seeds: _Seeds
     paired: bool = True
-    close: float = 1.0
+    numbers: int = 0
     beside: tuple[AuditPlan, ...] = ()
 
     @property
     def pairs(self) -> tuple[AuditPlan, ...]:
         """This pair of worlds, and the others."""
         return (self, *self.beside)
+
+    @property
+    def close(self) -> float:
+        """The share of the runs that is looked at for dependence, which costs most."""
+        return min(1.0, _CLOSE / max(1, self.numbers))
 
     @property
     def all_runs(self) -> int:
@@ -148,7 +153,7 @@ def plan_audit(
     if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
         text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
         raise SpecError(f"{text}: at least {runs_to_show(0.0, level)}")
-    close = min(1.0, _CLOSE / (2 * runs * numbers_of(run)))
+    numbers = 2 * runs * numbers_of(run)
     choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MOST_PAIRS)
     chosen, *more = _pairs(run, data, learner, worlds, choice, paired=paired)
 
@@ -158,7 +163,9 @@ def plan_audit(
             guarantee = of_decisions(guarantee, run, data, each, own[0])
         claim, made_for = held(guarantee, threat)
         hears = listener(run, each, guarantee, threat, neighbour)
-        return AuditPlan(run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, close)
+        return AuditPlan(
+            run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, numbers
+        )
 
     first, *rest = counts or divided(runs, len(more))
     beside = [

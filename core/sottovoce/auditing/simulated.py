@@ -100,7 +100,7 @@ def overhear(
         everybody: keep what all learners say, not only what a replay needs.
         decisions: keep all decisions, too.
     """
-    kept = list(range(run.spec.n_learners)) if everybody else concerned(run, worlds)
+    kept = slice(None) if everybody else concerned(run, worlds)
     rounds = run.spec.rounds if rounds is None else rounds
     lead = (rounds, run.spec.n_learners, share.runs)
     # All else is left at zero, whose pages take no memory.

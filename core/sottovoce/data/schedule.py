@@ -144,6 +144,8 @@ class PlacedData:
 
 def stack(batches: Sequence[Batch]) -> Batch:
     """Batches of single learners `(records, features)` as one `(learners, slots, features)`, padded where ragged."""
+    if len(batches) == 1:
+        return Batch(batches[0].features[None], batches[0].labels[None])
     sizes = np.array([batch.size for batch in batches])
     if (sizes == sizes[0]).all():
         return Batch(np.stack([b.features for b in batches]), np.stack([b.labels for b in batches]))

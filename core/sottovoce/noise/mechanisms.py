@@ -90,8 +90,11 @@ def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> Flo
     """
     if not np.count_nonzero(scale):
         return certain_density(said, vector)
-    distance = np.abs(said - on_grid(vector, grid(scale)))
-    total: FloatArray = np.sum(-distance / scale - np.log(2.0 * scale), axis=-1)
+    distance = said - on_grid(vector, grid(scale))
+    np.abs(distance, out=distance)
+    distance /= scale
+    distance += np.log(2.0 * scale)
+    total: FloatArray = -distance.sum(axis=-1)
     return total
 
 

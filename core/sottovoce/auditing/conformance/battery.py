@@ -6,6 +6,7 @@ it in `INSTRUMENTS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from sottovoce.auditing.conformance.freshness import Freshness
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.conformance.lattice import Lattice
 from sottovoce.auditing.conformance.marginal import Marginal
-from sottovoce.auditing.conformance.residuals import residuals
+from sottovoce.auditing.conformance.residuals import Schedule, residuals
 from sottovoce.auditing.levels import Levels, Test
 from sottovoce.auditing.simulated import numbers_of
 from sottovoce.auditing.worlds import Worlds
@@ -27,8 +28,8 @@ from sottovoce.running.transcript import Transcript
 
 INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Freshness)
 
-_NUMBERS = 2**21
-"""In a block: some 100 bytes each."""
+_NEAR, _FAR = 2**21, 2**22
+"""Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
 
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
@@ -42,24 +43,32 @@ class Battery:
         shown: some of every learner's, standardised, the most of the audited one's.
     """
 
-    def __init__(self) -> None:
-        self.numbers = 0
+    def __init__(self, share: float = 1.0) -> None:
+        """For such a share of all runs."""
+        self.numbers, self._share = 0, share
         self.shown: list[FloatArray] = []
         self._most: Sequence[int] = ()
         self._instruments = tuple(make() for make in INSTRUMENTS)
+        for each in self._instruments:
+            each.expect(share)
 
     def add(self, block: Block, audited: int) -> None:
         """Look at some more runs."""
         self.numbers += block.count
-        most = [_SHOWN if i == audited else _SHOWN // len(block.learners) for i in range(len(block.learners))]
-        self._show([own[np.isfinite(own)][:room] for own, room in zip(block.values, most, strict=True)], most)
+        learners = range(len(block.learners))
+        most = [_SHOWN if i == audited else _SHOWN // len(block.learners) for i in learners]
+        # Of a share of all runs twice as much as will be shown of it.
+        rooms = [min(each, math.ceil(2.0 * self._share * each)) for each in most]
+        self._show([_first(block.values[i], rooms[i] - len(self._shown_of(i))) for i in learners], most)
         for each in self._instruments:
             each.add(block)
 
+    def _shown_of(self, learner: int) -> FloatArray:
+        return self.shown[learner] if self.shown else np.empty(0)
+
     def _show(self, values: Sequence[FloatArray], most: Sequence[int]) -> None:
-        before = self.shown or [np.empty(0)] * len(values)
-        pairs = zip(before, values, most, strict=True)
-        self.shown = [own if len(own) >= room else np.concatenate([own, more])[:room] for own, more, room in pairs]
+        pairs = zip(map(self._shown_of, range(len(values))), values, most, strict=True)
+        self.shown = [np.concatenate([own, more])[:room] if len(more) else own for own, more, room in pairs]
         self._most = most
 
     def merge(self, other: Battery) -> None:
@@ -76,7 +85,13 @@ class Battery:
 
 
 def examine_noise(
-    run: Run, data: PlacedData, worlds: Worlds, world: int, transcript: Transcript, close: int
+    run: Run,
+    data: PlacedData,
+    worlds: Worlds,
+    world: int,
+    transcript: Transcript,
+    close: int,
+    share: float = 1.0,
 ) -> Battery:
     """Take the noise off all messages of some runs of one world, and look at it.
 
@@ -87,18 +102,28 @@ def examine_noise(
         world: of these runs.
         transcript: what all learners said.
         close: so many runs are looked at for dependence, too.
+        share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
     """
-    found, room = Battery(), None
+    found, schedule = Battery(share), Schedule()
     fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
     lived, holders = worlds.data(data, world), worlds.holders(run)
-    for part, near in _slices(transcript, max(1, _NUMBERS // numbers_of(run)), close):
-        # Memory that is new to a process costs more than what is done with it.
-        if room is None or room.runs != part.replicas:
-            room = Block.blank(run.spec.names, fields, part.rounds, part.replicas)
-        room = room.cleared()
+    parts = list(_slices(transcript, numbers_of(run), close))
+    # Memory that is new to a process costs more than what is done with it.
+    memory = Block.blank(run.spec.names, fields, transcript.rounds, max(part.replicas for part, _ in parts))
+    for part, near in parts:
+        room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
         taken = [
-            residuals(run, part, lived, i, close=near, other=other if i in holders else None, room=room.of(i))
+            residuals(
+                run,
+                part,
+                lived,
+                i,
+                close=near,
+                other=other if i in holders else None,
+                room=room.of(i),
+                schedule=schedule,
+            )
             for i in range(run.spec.n_learners)
         ]
         if any(taken):
@@ -106,11 +131,22 @@ def examine_noise(
     return found
 
 
-def _slices(transcript: Transcript, most: int, close: int) -> Iterator[tuple[Transcript, bool]]:
-    """At most so many runs at a time, and whether they are to be looked at closely."""
+def _first(values: FloatArray, most: int) -> FloatArray:
+    """The first numbers that are known, so many at most."""
+    if most <= 0:
+        return np.empty(0)
+    some = values.reshape(-1)
+    if not np.isfinite(some[:most]).all():
+        some = some[np.isfinite(some)]
+    return some[:most].copy()
+
+
+def _slices(transcript: Transcript, numbers: int, close: int) -> Iterator[tuple[Transcript, bool]]:
+    """Some runs of so many numbers at a time, and whether they are to be looked at closely."""
     start = 0
     while start < transcript.replicas:
         near = start < close
+        most = max(1, (_NEAR if near else _FAR) // numbers)
         stop = min(start + most, close if near else transcript.replicas, transcript.replicas)
         yield Transcript({name: values[:, :, start:stop] for name, values in transcript.fields.items()}), near
         start = stop

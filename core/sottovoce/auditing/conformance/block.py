@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,10 @@ import numpy as np
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.residuals import UNKNOWN, ByteArray, Residuals, unknown
+from sottovoce.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
+
+_PIECE = 2**17
+"""Numbers of a piece, at most, or those of one run: a megabyte of each array."""
 
 FARTHEST = 38.0
 """Of a normal score: what lies farther has a probability that no double holds."""
@@ -32,7 +36,8 @@ class Block:
         off: whether the message is off its lattice.
         scale: `(learners, rounds, numbers)` of the noise; NaN where there is none.
         grid: the same of the spacing.
-        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked.
+        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked. Of what is
+            the same in all runs, that axis has the length 1.
     """
 
     learners: tuple[str, ...]
@@ -76,22 +81,55 @@ class Block:
             found[name] = Residuals(learner, name, **rows)
         return found
 
-    def cleared(self) -> Block:
-        """The same room, to be filled anew: what was known of other runs is no longer."""
-        rows = {part: getattr(self, part) for part in UNKNOWN}
-        for part, nothing in UNKNOWN.items():
-            rows[part].fill(nothing)
+    def room(self, runs: int) -> Block:
+        """The same memory for so many runs or fewer, to be filled anew (`residuals`): it still holds what was known of others."""
+        shape = (*self.values.shape[:2], runs, self.values.shape[3])
+        rows = {part: getattr(self, part) for part in OF_SCALES}
+        for part in UNKNOWN.keys() - rows.keys():
+            rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
         return Block(self.learners, self.fields, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
-        """The same noise, and what the learners had before they drew it."""
-        before = {what: np.zeros(self.values.shape) for own in found for each in own for what in each.past}
-        places = dict(self.parts())
+        """The same noise, and what the learners had before they drew it, which is taken out of what was found: it is large."""
+        learners, rounds, _, numbers = self.values.shape
+        runs: dict[str, int] = {}
         for own in found:
             for each in own:
                 for what, values in each.past.items():
-                    before[what][each.learner, :, :, places[each.field]] = values
+                    runs[what] = max(values.shape[1], runs.get(what, 1))
+        before = {what: np.zeros((learners, rounds, length, numbers)) for what, length in runs.items()}
+        places = dict(self.parts())
+        for own in found:
+            for each in own:
+                for what in list(each.past):
+                    before[what][each.learner, :, :, places[each.field]] = each.past.pop(what)
         return replace(self, past=before)
+
+    def pieces(self) -> Iterator[tuple[int, slice, Block]]:
+        """The same noise of one learner and some runs at a time: the learner, the runs, and the piece, whose arrays are views.
+
+        Memory is slower than what is done with a number, so each piece fits into a processor's cache.
+        """
+        _, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (rounds * numbers))
+        for i in range(len(self.learners)):
+            for start in range(0, runs, step):
+                some = slice(start, min(start + step, runs))
+                yield i, some, self._part(slice(i, i + 1), some)
+
+    def by_runs(self) -> Iterator[tuple[slice, Block]]:
+        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one; which, and it."""
+        learners, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (learners * rounds * numbers))
+        for start in range(0, runs, step):
+            some = slice(start, min(start + step, runs))
+            yield some, self._part(slice(None), some)
+
+    def _part(self, learners: slice, runs: slice) -> Block:
+        rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
+        rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
+        past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, runs] for what, x in self.past.items()}
+        return Block(self.learners[learners], self.fields, **rows, past=past)
 
     @property
     def runs(self) -> int:
@@ -104,6 +142,12 @@ class Block:
         """Where noise is known."""
         known: BoolArray = np.isfinite(self.values)
         return known
+
+    @cached_property
+    def resolved(self) -> BoolArray:
+        """Where noise is known, and float64 resolves it to the last bit."""
+        resolved: BoolArray = self.known & (self.lost == 0)
+        return resolved
 
     @cached_property
     def count(self) -> int:

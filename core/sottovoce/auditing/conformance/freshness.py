@@ -6,14 +6,14 @@ equal by chance now and then, and of pairs, which never are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import BoolArray, FloatArray
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.conformance.keys import Keys, Ties, Words, mixed
@@ -61,23 +61,28 @@ class Freshness(Instrument):
         self._keys = {kind: Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
         self._said = 0
 
+    def expect(self, share: float) -> None:
+        for keys in self._keys.values():
+            keys.expect(share)
+
     def add(self, block: Block) -> None:
         self._layout = self._layout or Layout.of(block)
-        resolved = block.known & (block.lost == 0)
-        shape = block.values.shape
-        places = np.arange(shape[0] * shape[1] * shape[3], dtype=np.uint32).reshape(*shape[:2], 1, shape[3])
-        seen = _Seen(block, resolved, np.broadcast_to(places, shape))
-        sizes = np.where(resolved, block.values, 0.0)
-        negative = sizes < 0.0
-        np.abs(sizes, out=sizes)
-        cells = (sizes * _CELL).astype(np.uint64)
-        self._keys["numbers"].add(mixed(cells), seen.places, resolved, negative)
-        self._add_some(cells, seen)
-        self._add_pairs("pairs", cells, seen)
+        one_scale = not np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf)
+        noisy = _noisy(block)
+        for i, _, piece in block.pieces():
+            self._look(_Seen.of(piece, i, noisy), one_scale)
+
+    def _look(self, seen: _Seen, one_scale: bool) -> None:
+        sizes = seen.sizes
+        cells = (sizes * _CELL).astype(np.int64).view(np.uint64)
+        hashes = mixed(cells)
+        self._keys["numbers"].add(hashes, seen.places, seen.resolved, seen.block.values < 0.0)
+        self._add_some(hashes, seen)
+        self._add_pairs("pairs", hashes, seen)
         self._add_largest(cells, seen)
-        if np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf):
-            raw = _leading_bits(sizes * np.nan_to_num(block.scale)[:, :, None])
-            self._keys["numbers as they are"].add(mixed(raw), seen.places, resolved)
+        if not one_scale:
+            raw = mixed(_leading_bits(sizes * np.nan_to_num(seen.block.scale)[:, :, None]))
+            self._keys["numbers as they are"].add(raw, seen.places, seen.resolved)
             self._add_pairs("pairs as they are", raw, seen)
         self._add_words(seen)
         self._add_messages(seen)
@@ -89,41 +94,42 @@ class Freshness(Instrument):
             self._keys[kind].merge(keys)
         self._said += other._said
 
-    def _add_some(self, cells: Words, seen: _Seen) -> None:
+    def _add_some(self, hashes: Words, seen: _Seen) -> None:
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
-        learners, rounds, _, numbers = cells.shape
-        places = learners * rounds * numbers
-        some = np.arange(0, places, -(-places // _OF_A_RUN))
-        i, t, k = np.unravel_index(some, (learners, rounds, numbers))
-        self._some.add(mixed(cells[i, t, :, k]), seen.places[i, t, :, k], seen.resolved[i, t, :, k])
+        if self._layout is None or self._some.full:
+            return
+        every = -(-self._layout.places // _OF_A_RUN)
+        _, t, k = np.nonzero(seen.places[:, :, 0] % every == 0)
+        known = None if seen.resolved is None else seen.resolved[0, t, :, k]
+        self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
 
-    def _add_pairs(self, kind: str, cells: Words, seen: _Seen) -> None:
+    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen) -> None:
         for one, other in seen.neighbours():
-            keys = mixed(cells[one], cells[other])
-            self._keys[kind].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
+            known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
+            self._keys[kind].add_pairs(hashes[one], hashes[other], seen.places[one], known)
 
     def _add_largest(self, cells: Words, seen: _Seen) -> None:
         """The two largest sizes of every message of three numbers or more, wherever they stand in it."""
         for _, part in seen.block.parts():
             if part.stop - part.start > 2:
-                known = seen.resolved[..., part].sum(axis=-1) > 2
-                largest = np.partition(cells[..., part], -2, axis=-1)
-                keys = mixed(largest[..., -1].copy(), largest[..., -2])
-                self._keys["largest"].add(keys, seen.places[..., part.start], known)
+                known = None if seen.resolved is None else seen.resolved[..., part].sum(axis=-1) > 2
+                largest = mixed(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
+                places = seen.places[..., part.start]
+                self._keys["largest"].add_pairs(largest[..., 1], largest[..., 0], places, known)
 
     def _add_words(self, seen: _Seen) -> None:
         """The 32 low bits of K', and of -K': the lesser of the two, and which it is."""
-        word, negative = seen.block.steps & _LOW, -seen.block.steps & _LOW
-        keys = np.minimum(word, negative).astype(np.uint64)
-        self._keys["low words"].add(mixed(keys), seen.places, seen.resolved, negative < word)
+        signed = seen.block.steps.astype(np.int32)  # the low bits alone
+        words = np.abs(signed).view(np.uint32)  # the least of all is its own negative
+        self._keys["low words"].add(mixed(words.astype(np.uint64)), seen.places, seen.resolved, signed < 0)
 
     def _add_messages(self, seen: _Seen) -> None:
         """What was said, whatever the centre; and how many messages there were."""
-        said = seen.block.said.astype(np.uint64)
+        said = seen.block.said.view(np.uint64)
         for one, other in seen.first_two():
-            keys = mixed(said[one], said[other])
-            self._keys["messages"].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
-        self._said += int(np.count_nonzero(seen.resolved.any(axis=3)))
+            known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
+            self._keys["messages"].add_pairs(mixed(said[one]), mixed(said[other]), seen.places[one], known)
+        self._said += seen.messages
 
     # ---- what they come to -------------------------------------------------------------------------------------------
 
@@ -185,11 +191,38 @@ _Index = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A block, and which of its numbers have keys: those that float64 resolves to the last bit; and the place of each."""
+    """A piece of a block, and which of its numbers have keys.
+
+    Attributes:
+        block: the piece.
+        resolved: where there are keys: where float64 resolves the last bit; None: everywhere.
+        places: of each number, in all of the block.
+        noisy: by the place of a field of one number, the rounds with keys of any learner in the block.
+    """
 
     block: Block
-    resolved: BoolArray
+    resolved: BoolArray | None
     places: npt.NDArray[np.uint32]
+    noisy: Mapping[int, IntArray]
+
+    @classmethod
+    def of(cls, piece: Block, learner: int, noisy: Mapping[int, IntArray]) -> Self:
+        """A piece of this learner."""
+        shape = piece.values.shape
+        places = np.arange(shape[1] * shape[3], dtype=np.uint32) + np.uint32(learner * shape[1] * shape[3])
+        resolved = None if piece.resolved.all() else piece.resolved
+        return cls(piece, resolved, np.broadcast_to(places.reshape(1, shape[1], 1, shape[3]), shape), noisy)
+
+    @property
+    def sizes(self) -> FloatArray:
+        """0 where there is no key."""
+        return self.block.sizes if self.resolved is None else np.where(self.resolved, self.block.sizes, 0.0)
+
+    @property
+    def messages(self) -> int:
+        """Those that have any key."""
+        known = self.places[..., 0] >= 0 if self.resolved is None else self.resolved.any(axis=3)
+        return int(np.count_nonzero(known))
 
     def neighbours(self) -> Iterator[tuple[_Index, _Index]]:
         """All neighbours along a field; of a field of one number, of its rounds."""
@@ -208,9 +241,15 @@ class _Seen:
                 yield from self._rounds(part)
 
     def _rounds(self, part: slice) -> Iterator[tuple[_Index, _Index]]:
-        noisy = np.flatnonzero(self.resolved[..., part].any(axis=(0, 2, 3)))
+        noisy = self.noisy[part.start]
         if len(noisy) > 1:
             yield (slice(None), noisy[:-1], slice(None), part), (slice(None), noisy[1:], slice(None), part)
+
+
+def _noisy(block: Block) -> Mapping[int, IntArray]:
+    """`_Seen.noisy`."""
+    single = [part for _, part in block.parts() if part.stop - part.start == 1]
+    return {part.start: np.flatnonzero(block.resolved[..., part].any(axis=(0, 2, 3))) for part in single}
 
 
 def _leading_bits(sizes: FloatArray) -> Words:

@@ -41,9 +41,9 @@ class Gram:
 
     def add(self, other: Gram) -> None:
         """Take in other samples."""
-        self.sums += other.sums
-        self.counts += other.counts
-        self.squares += other.squares
+        self.sums = self.sums + other.sums
+        self.counts = self.counts + other.counts
+        self.squares = self.squares + other.squares
 
     def worst_pair(self) -> Iterator[tuple[float, int, float, int, int, int]]:
         """For every score: p-value times pairs, pairs, correlation, score and the pair that is correlated most."""

@@ -18,6 +18,9 @@ class Instrument(ABC):
 
     part: ClassVar[Part]
 
+    def expect(self, share: float) -> None:  # noqa: B027  most keep as much of few runs as of many
+        """It is to see such a share of all runs, and to be merged with what sees the others."""
+
     @abstractmethod
     def add(self, block: Block) -> None:
         """Look at some more runs; blocks of one audit have the same learners, rounds and fields."""

@@ -1,7 +1,8 @@
 """Keys of what must never come twice: many numbers in, few kept, and every repeat among those found.
 
 A share f of all keys is kept, those whose hash is below a limit. Equal keys have equal hashes, so a share f of repeats is kept,
-too; any two collections unite, whatever was seen where.
+too; any two collections unite, whatever was seen where. A pair is kept where its first one's hash is: the hash of a pair begins
+as that one does, so what is not kept is hashed once, and never paired.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from sottovoce.arrays import BoolArray
+from sottovoce.arrays import BoolArray, IntArray
 
 Words = npt.NDArray[np.uint64]
 _Places = npt.NDArray[np.uint32]
@@ -28,16 +29,33 @@ COPIES = 32
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
+_SOME = 2**10
+"""Keys that are kept of a small share beyond twice its part: how many there are of it is up to chance."""
 
-def mixed(first: Words, second: Words | None = None) -> Words:
-    """A hash of a key, or of two in order; a bijection of one (the odd factors are those of SplitMix64, Steele 2014)."""
-    found = (first ^ _MIX[0]) * _MIX[1]
-    if second is not None:
-        found ^= found >> _HALF
-        found += second
-        found *= _MIX[2]
-        found ^= found >> _HALF
-        found *= _MIX[1]
+_REST = 44
+"""Bits of a pair's hash in which both have a say; the ones above are those of the first one's.
+
+So pairs whose first ones are equal have equal hashes, but for the last bit, with probability 2^-43.
+"""
+_FIRST = np.uint64(_WHOLE - 2**_REST)
+
+
+def mixed(keys: Words) -> Words:
+    """A hash of each key, a bijection (the odd factor is one of SplitMix64's, Steele 2014)."""
+    found = keys ^ _MIX[0]
+    found *= _MIX[1]
+    return found
+
+
+def paired(first: Words, second: Words) -> Words:
+    """A hash of two keys in order, from theirs."""
+    found = first ^ (first >> _HALF)
+    found += second
+    found *= _MIX[2]
+    found ^= found >> _HALF
+    found *= _MIX[1]
+    found >>= np.uint64(64 - _REST)
+    found |= first & _FIRST
     return found
 
 
@@ -73,11 +91,19 @@ class Keys:
         A single key that comes over and over may be outside of a share; among the first ones it is seen for certain.
         """
         self.offered = 0
-        self._most = most
+        self._most = self._room = most
         self._first = first
         self._limit = _WHOLE
         self._kept: list[Words] = []
         self._places: list[_Places] = []
+        self._count = 0
+
+    def expect(self, share: float) -> None:
+        """It is to take in such a share of all keys, and to be merged with those of the others: then few need be kept so long.
+
+        Twice as many as come to be kept in the end, and some, so that the limit is above the last one.
+        """
+        self._room = min(self._most, int(np.ceil(2.0 * share * self._most)) + _SOME)
 
     @property
     def share(self) -> float:
@@ -86,8 +112,13 @@ class Keys:
 
     @property
     def kept(self) -> int:
-        """Keys that are kept."""
-        return sum(len(part) for part in self._kept)
+        """Keys that are kept: after a merge, until they are thinned, some more."""
+        return self._count
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is kept: of those that come first, as many as there is room for."""
+        return self._first and self.kept >= self._most
 
     def add(self, keys: Words, places: _Places, known: BoolArray | None = None, bit: BoolArray | None = None) -> None:
         """Take in keys.
@@ -98,32 +129,48 @@ class Keys:
             known: which of them count; None: all.
             bit: the bit of each; None: 0.
         """
+        at = self._chosen(keys, known)
+        words = keys[at] & ~_ONE
+        if bit is not None:
+            words |= bit[at].astype(np.uint64)
+        self._keep(words, places[at])
+
+    def add_pairs(self, first: Words, second: Words, places: _Places, known: BoolArray | None = None) -> None:
+        """Take in keys of two, in order: the hashes of either; all else is as for single ones."""
+        at = self._chosen(first, known)
+        self._keep(paired(first[at], second[at]) & ~_ONE, places[at])
+
+    def _chosen(self, keys: Words, known: BoolArray | None) -> tuple[IntArray, ...]:
+        """Where keys are to be kept."""
         self.offered += keys.size if known is None else int(np.count_nonzero(known))
         at = np.flatnonzero(self._inside(keys) if known is None else self._inside(keys) & known)
         while (
-            len(at) > self._most and not self._first
+            len(at) > self._room and not self._first
         ):  # fewer before they are gathered, unless one key makes them many
             half = at[keys.ravel()[at] < np.uint64(self._limit // 2)]
             if 4 * len(half) > 3 * len(at):
                 break
             self._limit //= 2
             at = half
-        of = np.unravel_index(at, keys.shape)
-        words = keys[of] & ~_ONE
-        if bit is not None:
-            words |= bit[of].astype(np.uint64)
+        return np.unravel_index(at, keys.shape)
+
+    def _keep(self, words: Words, places: _Places) -> None:
         self._kept.append(words)
-        self._places.append(places[of])
-        if self.kept > 2 * self._most:
+        self._places.append(places)
+        self._count += len(words)
+        if self._count > 2 * self._room:
             self._thin()
 
     def merge(self, other: Self) -> None:
         """Take in those of another collection."""
         self.offered += other.offered
         self._limit = min(self._limit, other._limit)
+        self._room = self._most
         self._kept += other._kept
         self._places += other._places
-        self._thin()
+        self._count += other._count
+        if self._count > 2 * self._room:
+            self._thin()
 
     def _inside(self, keys: Words) -> BoolArray:
         inside: BoolArray = np.ones(keys.shape, np.bool_) if self._limit == _WHOLE else keys < np.uint64(self._limit)
@@ -137,7 +184,7 @@ class Keys:
         if self._first:
             words, places = words[: self._most], places[: self._most]
             self.offered = len(words)
-        while len(words) > self._most:
+        while len(words) > self._room:
             half = _below(self._limit // 2, words, places)
             few = _few_copies(words, places) if 4 * len(half[0]) > 3 * len(words) else (words, places)
             if len(few[0]) < len(words):
@@ -145,7 +192,7 @@ class Keys:
             else:
                 self._limit //= 2
                 words, places = half
-        self._kept, self._places = [words], [places]
+        self._kept, self._places, self._count = [words], [places], len(words)
 
     def ties(self, chance: float, *, with_bit: bool = False, given_kept: bool = False) -> Ties:
         """Pairs of equal keys.

@@ -61,7 +61,13 @@ class Lags:
         alike = bool((known == known[:, :, :1]).all())
         counts = _correlated(known[None, :, :, :1] if alike else known[None], ((0, 0),), self._reach(layout))
         counts *= block.runs if alike else 1
-        self._gather(layout, _correlated(scores, _KINDS, self._reach(layout)), np.rint(counts[0]))
+        # Values meet values alone, so no product of theirs with others is made.
+        values, others = ((0, 0),), tuple((a - 1, b - 1) for a, b in _KINDS[1:])
+        sums = [
+            _correlated(scores[:1], values, self._reach(layout)),
+            _correlated(scores[1:], others, self._reach(layout)),
+        ]
+        self._gather(layout, np.concatenate(sums), np.rint(counts[0]))
 
     def merge(self, other: Self) -> None:
         """Take in what another one keeps."""

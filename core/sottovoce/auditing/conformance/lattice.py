@@ -14,8 +14,8 @@ be twice the one assumed, one bit is lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -25,6 +25,7 @@ from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.counts import Judged, binomial, by_place, dyadic, even, pooled, worst
 from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.conformance.residuals import ByteArray
 from sottovoce.auditing.levels import Part, Test
 
 _MOST_LOST = 4
@@ -63,7 +64,7 @@ class _Words:
     """What K', or a, comes to in some runs; places are learners, each field by itself.
 
     Attributes:
-        bytes: `(places, 8, 256)` numbers by each byte at `_STARTS`.
+        bytes: `(places, 8, 256)` numbers by each byte at `_STARTS`; of a only where they are uniform.
         zeros: `(places, 33)` numbers with at least so many trailing zeros.
         messages: `(numbers + 1, 65)` messages by the numbers judged, and by the fewest trailing zeros among these.
         coarsest: the most bits that are zero in all of one message, and where.
@@ -75,94 +76,136 @@ class _Words:
     coarsest: tuple[int, str] = (0, "")
 
     @classmethod
-    def of(cls, block: Block, words: IntArray) -> Self:
-        kept = [_looked_at(block, words, *place) for place in _places(block)]
-        return cls(
-            np.array([each.bytes for each in kept]),
-            np.array([each.zeros for each in kept]),
-            np.sum([each.messages for each in kept], axis=0),
-            max(each.coarsest for each in kept),
-        )
+    def blank(cls, places: int, numbers: int) -> Self:
+        """Of no run."""
+        kept = (places, len(_STARTS), 256), (places, _ZEROS + 1), (numbers + 1, _WORD + 1)
+        bytes_, zeros, messages = (np.zeros(shape, np.int64) for shape in kept)
+        return cls(bytes_, zeros, messages)
 
     def joined(self, other: Self) -> Self:
         """With those of other runs."""
         added = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[:-1]}
         return type(self)(**added, coarsest=max(self.coarsest, other.coarsest))
 
+    def with_place(self, place: int, name: str, own: _Judged, starts: Sequence[int]) -> Self:
+        """With a piece of one of the places, which has this name; its arrays are changed."""
+        counted, ending = _counted(own.chosen, starts), _trailing(own.ends)
+        self.bytes[place] += counted
+        zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
+        zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
+        self.zeros[place] += zeros
+        # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
+        fewest, shape = _trailing(np.bitwise_or.reduce(own.words, axis=-1)), self.messages.shape
+        numbers = np.broadcast_to(own.numbers, fewest.shape)
+        cells = (numbers * shape[1] + fewest).reshape(-1)
+        np.add(self.messages, np.bincount(cells, minlength=math.prod(shape)).reshape(shape), out=self.messages)
+        bits = numbers * np.minimum(fewest, _ZEROS)
+        t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
+        return replace(self, coarsest=max(self.coarsest, (int(bits.max()), f"{name}, round {t}")))
 
-def _places(block: Block) -> list[tuple[int, str, slice]]:
-    return [(learner, name, part) for learner in range(len(block.learners)) for name, part in block.parts()]
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Words of one field of one learner in some runs, without the bits that are lost.
 
-def _resolved(block: Block, words: IntArray, learner: int, part: slice) -> tuple[IntArray, BoolArray]:
-    """One place's words without the bits that are lost, and which are judged; the others are 0."""
-    own, lost = words[learner, ..., part], block.lost[learner, ..., part]
-    judged = lost <= _MOST_LOST
-    if lost.any():
-        own = np.where(judged, own >> np.where(judged, lost, 0).astype(np.int64), 0)
-    return own, judged
+    Attributes:
+        words: `(rounds, runs, numbers)`; 0 where nothing is judged.
+        numbers: `(rounds, runs)` how many of a message are judged, or one number for all.
+        chosen: those that are judged, in one row.
+        ends: of these, those that have `_SHORT` trailing zeros or more.
+    """
 
+    words: IntArray
+    numbers: IntArray | int
+    chosen: IntArray
+    ends: IntArray
 
-def _looked_at(block: Block, words: IntArray, learner: int, name: str, part: slice) -> _Words:
-    """One place, whose axis is left out."""
-    own, judged = _resolved(block, words, learner, part)
-    each = own.reshape(-1) if judged.all() else own[judged]
-    counted, ending = _counted(each), _trailing(each[each & _LOW == 0])
-    zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
-    zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
-    # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
-    fewest, numbers = _trailing(np.bitwise_or.reduce(own, axis=-1)), judged.sum(axis=-1)
-    shape = block.values.shape[-1] + 1, _WORD + 1
-    messages = np.bincount((numbers * shape[1] + fewest).reshape(-1), minlength=math.prod(shape)).reshape(shape)
-    bits = numbers * np.minimum(fewest, _ZEROS)
-    t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
-    where = f"{block.learners[learner]}, field {name!r}, round {t}"
-    return _Words(counted, zeros, messages, (int(bits.max()), where))
+    @classmethod
+    def of(cls, words: IntArray, lost: ByteArray) -> Self:
+        """Of `(rounds, runs, numbers)`."""
+        if not lost.any():
+            own = np.ascontiguousarray(words)
+            chosen, numbers = own.reshape(-1), words.shape[-1]
+            return cls(own, numbers, chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
+        judged = lost <= _MOST_LOST
+        own = np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0)
+        chosen = own[judged]
+        return cls(own, judged.sum(axis=-1), chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
 
 
 def _together(block: Block) -> IntArray:
     """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
-    words, judged = np.zeros_like(block.steps), np.zeros(block.steps.shape, np.bool_)
-    for learner, _, part in _places(block):
-        own, judged[learner, ..., part] = _resolved(block, block.steps, learner, part)
-        words[learner, ..., part] = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
-    for _, part in block.parts():
-        own, known = words[..., part], judged[..., part]
-        for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
-            one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
-            found[kind] += _counted((one[1:] ^ one[:-1])[there[1:] & there[:-1]])
-        for kind, axis in ((3, 3), (4, 0)):
-            if own.shape[axis] > 2:  # of two they are neighbours
-                everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
-                found[kind] += _counted(np.bitwise_xor.reduce(own, axis=axis)[everywhere])
+    for _, part in block.by_runs():
+        lost = part.lost
+        whole = not lost.any()
+        judged = np.broadcast_to(True, lost.shape) if whole else lost <= _MOST_LOST
+        own = part.steps if whole else np.where(judged, part.steps >> np.where(judged, lost, 0).astype(np.int64), 0)
+        words = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
+        for _, field in block.parts():
+            found += _added(words[..., field], judged[..., field], whole=whole)
     return found
 
 
-def _mantissas(block: Block) -> IntArray:
+def _added(own: IntArray, known: BoolArray, *, whole: bool) -> IntArray:
+    """`_together` of a field in some runs; `whole`: all of it is known."""
+    found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
+    for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
+        one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
+        sums = one[1:] ^ one[:-1]
+        found[kind] = _counted(sums.reshape(-1) if whole else sums[there[1:] & there[:-1]])
+    for kind, axis in ((3, 3), (4, 0)):
+        if own.shape[axis] > 2:  # of two they are neighbours
+            sums = np.bitwise_xor.reduce(own, axis=axis)
+            everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
+            found[kind] = _counted(sums.reshape(-1) if whole else sums[everywhere])
+    return found
+
+
+def _mantissas(own: _Judged) -> IntArray:
     """`(64, 65)` numbers K' by length, and by that of what stands before the zeros in which they end; in the last column, all."""
     found = np.zeros((_WORD, _WORD + 1), np.int64)
-    for learner, _, part in _places(block):
-        own, judged = _resolved(block, block.steps, learner, part)
-        each = own.reshape(-1) if judged.all() else own[judged]
-        length, ends = _length(each), each & _LOW == 0
-        before = np.maximum(length[ends] - _trailing(each[ends]), 0)
-        found[:, :-1] += np.bincount(length[ends] * _WORD + before, minlength=_WORD**2).reshape(_WORD, _WORD)
-        found[:, -1] += np.bincount(length, minlength=_WORD)
+    length = _length(own.ends)
+    before = np.maximum(length - _trailing(own.ends), 0)
+    found[:, :-1] = np.bincount(length * _WORD + before, minlength=_WORD**2).reshape(_WORD, _WORD)
+    exponents = np.bincount(_exponents(own.chosen), minlength=_ONE + _WORD)
+    found[0, -1], found[1:, -1] = exponents[0], exponents[_ONE : _ONE + _WORD - 1]
     return found
 
 
-def _counted(words: IntArray) -> IntArray:
-    """`_Words.bytes`: two bytes from every count of 12 bits, which is what memory holds close by."""
-    found = [np.bincount(words >> start & 4095, minlength=4096) for start in _STARTS[:6:2]]
-    pairs = [byte for each in found for byte in (each.reshape(16, 256).sum(axis=0), each.reshape(256, 16).sum(axis=1))]
-    return np.stack(pairs + [np.bincount(words >> start & 255, minlength=256) for start in _STARTS[6:]])
+def _counted(words: IntArray, starts: Sequence[int] = _STARTS) -> IntArray:
+    """`_Words.bytes` at these of `_STARTS`: two bytes from every count of 12 bits, which is what memory holds close by."""
+    found = np.zeros((len(_STARTS), 256), np.int64)
+    for k in range(0, 6, 2):
+        twelve = np.bincount(_cut(words, starts[k], 4095), minlength=4096)
+        found[k], found[k + 1] = twelve.reshape(16, 256).sum(axis=0), twelve.reshape(256, 16).sum(axis=1)
+    for k in range(6, len(starts)):
+        found[k] = np.bincount(_cut(words, starts[k], 255), minlength=256)
+    return found
+
+
+def _cut(words: IntArray, start: int, mask: int) -> IntArray:
+    bits = words >> start
+    bits &= mask
+    return bits
+
+
+_ONE = 1023
+"""The exponent of 1 in float64."""
+
+
+def _exponents(words: IntArray) -> IntArray:
+    """Of K, or of -1 - K if it is negative, as float64 has it; 0 for 0."""
+    sizes = words >> 63
+    sizes ^= words
+    exponents: IntArray = sizes.astype(np.float64).view(np.int64)
+    exponents >>= 52
+    return exponents
 
 
 def _length(words: IntArray) -> IntArray:
     """Bits of K, or of -1 - K if it is negative; 0 for 0. Below 2^53 they follow from the exponent of a float64 number."""
-    exponents: IntArray = (words ^ (words >> 63)).astype(np.float64).view(np.int64) >> 52
-    length: IntArray = np.maximum(exponents - 1022, 0)
+    length: IntArray = np.maximum(_exponents(words) - (_ONE - 1), 0)
     return length
 
 
@@ -189,7 +232,16 @@ class Lattice(Instrument):
         if not off.any() and (block.lost > _MOST_LOST).all():
             return
         self._places = tuple(f"{learner}, field {name!r}" for learner in block.learners for name, _ in block.parts())
-        self._take(off, (_Words.of(block, block.steps), _Words.of(block, block.said)), _mantissas(block))
+        steps, said = (_Words.blank(len(self._places), block.values.shape[-1]) for _ in range(2))
+        mantissas = np.zeros_like(self._mantissas)
+        for learner, _, piece in block.pieces():
+            for place, (_, part) in enumerate(block.parts(), learner * len(block.fields)):
+                lost, name = piece.lost[0, ..., part], self._places[place]
+                noise = _Judged.of(piece.steps[0, ..., part], lost)
+                steps = steps.with_place(place, name, noise, _STARTS)
+                said = said.with_place(place, name, _Judged.of(piece.said[0, ..., part], lost), _STARTS[:_UNIFORM])
+                mantissas += _mantissas(noise)
+        self._take(off, (steps, said), mantissas)
         if block.close:
             self._together = self._together + _together(block)
 

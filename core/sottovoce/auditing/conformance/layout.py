@@ -36,6 +36,11 @@ class Layout:
         return sum(width for _, width in self.fields)
 
     @property
+    def places(self) -> int:
+        """Numbers of a run."""
+        return len(self.learners) * self.rounds * self.numbers
+
+    @property
     def widest(self) -> int:
         """Numbers of the widest field."""
         return max(width for _, width in self.fields)

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import numpy as np
 from scipy import stats
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.counts import Scales, by_place, dyadic, even, gamma, halves, maximum, pooled, worst
 from sottovoce.auditing.conformance.instrument import Instrument
@@ -77,31 +77,43 @@ class _Kept:
 
     @classmethod
     def of(cls, block: Block) -> Self:
-        known = block.known
-        whole = block.count == known.size
-        sizes = block.sizes if whole else np.where(known, block.sizes, 0.0)
-        sums, counts = sizes.sum(axis=-1), known.sum(axis=-1)  # of messages, (learners, rounds, runs)
-        parts = [_looked_at(block, i, part) for i in range(len(block.learners)) for _, part in block.parts()]
-        histograms = np.array([each[0] for each in parts])
-        positive, negative = block.values > 0.0, block.values < 0.0
-        signs = np.count_nonzero(positive, axis=(1, 2)), np.count_nonzero(negative, axis=(1, 2))
-        near = np.array([each[1] for each in parts])
-        near[:, 0] = histograms.sum(axis=1)
+        learners, rounds, runs, numbers = block.values.shape
+        places = _Places.blank(learners * len(block.fields))
+        signs = np.zeros((learners, numbers, 2), np.int64)
+        sums, counts = np.zeros((learners, numbers)), np.zeros((learners, numbers), np.int64)
+        messages = np.zeros((learners, rounds, runs)), np.zeros((learners, rounds, runs), np.int64)
+        for i, some, piece in block.pieces():
+            sizes, known = piece.sizes[0], piece.known[0]
+            whole = known.all()
+            if not whole:
+                sizes = np.where(known, sizes, 0.0)
+            messages[0][i, :, some] = sizes.sum(axis=-1)
+            messages[1][i, :, some] = numbers if whole else known.sum(axis=-1)
+            sums[i] += sizes.sum(axis=(0, 1))
+            counts[i] += sizes.size // numbers if whole else known.sum(axis=(0, 1))
+            negative = piece.values[0] < 0.0
+            positive, below = (np.count_nonzero(each, axis=(0, 1)) for each in (piece.values[0] > 0.0, negative))
+            signs[i] += np.stack([positive, positive + below], axis=-1)
+            for place, (_, part) in enumerate(block.parts(), i * len(block.fields)):
+                chosen = slice(None) if whole else known[..., part]
+                places.look(place, sizes[..., part][chosen], negative[..., part][chosen])
+        histograms = places.histograms
+        places.near[:, 0] = histograms.sum(axis=1)
         return cls(
-            block.runs,
+            runs,
             histograms.sum(axis=0),
             _above(histograms),
-            near,
+            places.near,
             np.array([np.bincount(_CELLS, each, 128) for each in histograms]).astype(np.int64),
-            np.stack([signs[0], signs[0] + signs[1]], axis=-1),
-            np.array([each[2] for each in parts]),
-            np.array([each[3] for each in parts]),
-            sizes.sum(axis=(1, 2)),
-            known.sum(axis=(1, 2)),
-            sums.sum(axis=-1),
-            counts.sum(axis=-1),
-            Scales.of(sums.sum(axis=(0, 1)), counts.sum(axis=(0, 1))),
-            Scales.of(sums, counts) if sizes.shape[-1] > 1 else Scales(),  # a message of one number is that number
+            signs,
+            places.zeros,
+            places.largest,
+            sums,
+            counts,
+            messages[0].sum(axis=-1),
+            messages[1].sum(axis=-1),
+            Scales.of(messages[0].sum(axis=(0, 1)), messages[1].sum(axis=(0, 1))),
+            Scales.of(*messages) if numbers > 1 else Scales(),  # a message of one number is that number
         )
 
     def joined(self, other: Self) -> Self:
@@ -119,20 +131,35 @@ class _Kept:
         )
 
 
-def _looked_at(block: Block, learner: int, part: slice) -> tuple[IntArray, IntArray, int, float]:
-    """Of one place: the histogram, `near`, `zeros` and `largest`."""
-    known = block.known[learner, ..., part]
-    chosen = slice(None) if known.all() else known
-    # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
-    uniform = block.tail[learner, ..., part][chosen].astype(np.float32)
-    signed = np.copysign(uniform, block.values[learner, ..., part][chosen].astype(np.float32))
-    bins = np.ascontiguousarray(signed).reshape(-1).view(np.uint32) >> 18
-    sizes = block.sizes[learner, ..., part][chosen]
-    close = sizes[sizes < _CLOSE]
-    level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
-    near = np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
-    zeros = int(np.count_nonzero(close < _NEAR))
-    return np.bincount(bins, minlength=_BINS), near, zeros, float(sizes.max(initial=0.0))
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of every place, what its sizes come to one by one: its histogram, and the rest as `_Kept` has it."""
+
+    histograms: IntArray
+    near: IntArray
+    zeros: IntArray
+    largest: FloatArray
+
+    @classmethod
+    def blank(cls, places: int) -> Self:
+        """Of no number."""
+        histograms, near, zeros = (
+            np.zeros(shape, np.int64) for shape in ((places, _BINS), (places, _CLOSEST + 1), places)
+        )
+        return cls(histograms, near, zeros, np.zeros(places))
+
+    def look(self, place: int, sizes: FloatArray, negative: BoolArray) -> None:
+        """At some numbers of a place: their sizes, and which are below zero."""
+        # Rounded to float32, an edge moves by 2^-25 of itself: less than chance does by far.
+        uniform = np.exp(-sizes).astype(np.float32).reshape(-1)
+        bins = uniform.view(np.uint32) | negative.reshape(-1).astype(np.uint32) << 31  # with the sign of the number
+        bins >>= 18
+        self.histograms[place] += np.bincount(bins.astype(np.intp), minlength=_BINS)
+        close = sizes[sizes < _CLOSE]
+        level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
+        self.near[place] += np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
+        self.zeros[place] += np.count_nonzero(close < _NEAR)
+        self.largest[place] = max(self.largest[place], sizes.max(initial=0.0))
 
 
 def _above(histograms: IntArray) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -27,12 +28,15 @@ _OWN = -1
 
 @dataclass
 class _Sums:
-    """Of one regressor X: X sign(r) and X^2 by learner and coordinate, and in all X (|r| - 1), and the largest |X|."""
+    """Of one regressor X: X sign(r) and X^2 by learner and coordinate, and in all X (|r| - 1), and the largest |X|.
+
+    Of another learner's X by learner alone, `(learners, 1)`, and nothing of sizes.
+    """
 
     signed: FloatArray
     square: FloatArray
-    sized: float
-    largest: float
+    sized: float = 0.0
+    largest: float = 0.0
 
     def add(self, other: _Sums) -> None:
         """Those of other runs."""
@@ -52,14 +56,16 @@ class Regressors:
     def add(self, block: Block) -> None:
         """Look at some more runs."""
         self._layout = self._layout or Layout.of(block)
-        noise = _Noise(block)
-        last = _last(block)
-        for name, values in {**_own(block, last), **block.past}.items():
-            self._gather((name, _OWN), noise.against(values))
+        noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
         learners = len(block.learners)
-        for name, values in last.items():
-            for j in range(learners if 1 < learners <= _OTHERS else 0):
-                self._gather((name, j), noise.against(values[j : j + 1]))
+        for runs, part in block.by_runs():
+            noise = _Noise(part)
+            last = _last(part, block.normal[:, :, runs], noisy)
+            for name, values in {**_own(part, last), **part.past}.items():
+                self._gather((name, _OWN), noise.against(values))
+            for name, values in last.items() if 1 < learners <= _OTHERS else ():
+                for j, sums in enumerate(noise.against_others(values)):
+                    self._gather((name, j), sums)
 
     def merge(self, other: Self) -> None:
         """Take in what another one keeps."""
@@ -149,15 +155,41 @@ class _Noise:
 
     def against(self, values: FloatArray) -> _Sums:
         """Sums of a regressor that broadcasts to the block's values."""
-        x = np.broadcast_to(clipped(np.where(np.isfinite(values), values, 0.0)), self.signs.shape)
-        if self.known is not None:
-            x = x * self.known
+        x, shape = clipped(_finite(values)), self.signs.shape
+        if x.shape[2] < shape[2]:  # the same in all runs: these are added up first
+            x = np.broadcast_to(x, (*shape[:2], 1, shape[3]))
+            counts = np.array(shape[2]) if self.known is None else self.known.sum(axis=2, keepdims=True)
+            x = x * (counts > 0)
+            signs, excess, weighted = *self._over_runs, x * counts
+        else:
+            x = np.broadcast_to(x, shape)
+            if self.known is not None:
+                x = x * self.known
+            signs, excess, weighted = self.signs, self.excess, x
         return _Sums(
-            signed=np.einsum("itrk,itrk->ik", x, self.signs),
-            square=np.einsum("itrk,itrk->ik", x, x),
-            sized=float(np.einsum("itrk,itrk->", x, self.excess)),
+            signed=np.einsum("itrk,itrk->ik", x, signs),
+            square=np.einsum("itrk,itrk->ik", x, weighted),
+            sized=float(np.vdot(x, excess)),
             largest=max(float(x.max()), -float(x.min())),
         )
+
+    def against_others(self, values: FloatArray) -> Iterator[_Sums]:
+        """The same of all learners and each one's X, `(learners, rounds, runs, numbers)`."""
+        signs = self.signs.reshape(len(values), -1)
+        for own in values:
+            x = clipped(_finite(own[None])).reshape(-1)
+            known = np.ones((len(values), 1)) if self.known is None else self.known.reshape(len(values), -1)
+            square = known * np.vdot(x, x) if self.known is None else known @ (x * x)[:, None]
+            yield _Sums(signed=(signs @ x)[:, None], square=square)
+
+    @cached_property
+    def _over_runs(self) -> tuple[FloatArray, FloatArray]:
+        """Signs, and sizes minus one, of all runs together."""
+        return self.signs.sum(axis=2, keepdims=True), self.excess.sum(axis=2, keepdims=True)
+
+
+def _finite(values: FloatArray) -> FloatArray:
+    return values if np.isfinite(values).all() else np.where(np.isfinite(values), values, 0.0)
 
 
 def clipped(values: FloatArray) -> FloatArray:
@@ -167,7 +199,8 @@ def clipped(values: FloatArray) -> FloatArray:
     large numbers move it little. It follows from the past and from nothing else, and from a run's own alone.
     """
     sizes = np.abs(values)
-    some = np.count_nonzero(sizes, axis=(0, 3))
+    every = bool(sizes.min() > 0.0)
+    some = sizes.shape[0] * sizes.shape[3] if every else np.count_nonzero(sizes, axis=(0, 3))
     usual = np.sqrt(sizes).sum(axis=(0, 3)) / np.maximum(some, 1)
     logs = np.where(usual > 0.0, 2.0 * np.log(np.maximum(usual, 1e-150)), 0.0)
     so_far = np.maximum(np.cumsum(usual > 0.0, axis=0), 1)
@@ -176,16 +209,21 @@ def clipped(values: FloatArray) -> FloatArray:
     return found
 
 
-def _last(block: Block) -> dict[str, FloatArray]:
-    """What every learner drew and said in the last round that had noise, as it was known before every round; 0: nothing."""
-    noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
+def _last(block: Block, normal: FloatArray, noisy: BoolArray) -> dict[str, FloatArray]:
+    """What every learner drew and said in the last round that had noise, as it was known before every round; 0: nothing.
+
+    Args:
+        block: all learners in some runs.
+        normal: its normal scores.
+        noisy: rounds that have noise in any run.
+    """
     rounds = np.arange(len(noisy))
     latest = np.maximum.accumulate(np.where(noisy, rounds, -1))
     before = np.concatenate([[-1], latest[:-1]])
     with_lattice = (block.grid / block.scale)[:, :, None]
     message = np.where(block.lost < ALL, block.said * with_lattice, 0.0)
     return {
-        "last noise": np.where((before >= 0)[:, None, None], block.normal[:, before], 0.0),
+        "last noise": np.where((before >= 0)[:, None, None], normal[:, before], 0.0),
         "last message": np.where((before >= 0)[:, None, None], message[:, before], 0.0),
     }
 

@@ -41,15 +41,17 @@ class Relations:
 
     def add(self, block: Block) -> None:
         """Look at some more runs."""
-        resolved = block.known & (block.lost == 0)
         units = [np.ones_like(block.scale)]
         if np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf):
             units.append(np.nan_to_num(block.scale))
-        for scale in units:  # in scales, and as they are
-            noise = np.where(resolved, block.values * scale[:, :, None], np.nan)
-            if len(noise) > 1:
-                self._learners += _near_zero(noise.sum(axis=0), scale.max(axis=0))
-            self._add_rounds(noise, scale)
+        for _, part in block.by_runs():
+            for scale in units:  # in scales, and as they are
+                noise = part.values * scale[:, :, None]
+                if not part.resolved.all():
+                    noise[~part.resolved] = np.nan
+                if len(noise) > 1:
+                    self._learners += _near_zero(noise.sum(axis=0), scale.max(axis=0))
+                self._add_rounds(noise, scale)
 
     def _add_rounds(self, noise: FloatArray, scale: FloatArray) -> None:
         for relation in _RELATIONS:

@@ -63,8 +63,8 @@ class Residuals:
         off: the same: whether the message is off its lattice.
         scale: `(rounds,)` of the noise, or the same for each of `dim`; NaN where there is none.
         grid: the same of the spacing of the lattice; NaN where there is none.
-        past: by name, `(rounds, replicas, dim)` each: what the learner had before it drew the noise, and must not let it
-            depend on. Empty unless it was asked for.
+        past: by name, `(rounds, replicas, dim)` each, or `(rounds, 1, dim)` of what is the same in all of them: what the learner
+            had before it drew the noise, and must not let it depend on. Empty unless it was asked for.
     """
 
     learner: int
@@ -83,6 +83,11 @@ class Residuals:
         rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN}
         return Residuals(self.learner, self.field, **rows)
 
+    def forget(self, rounds: IntArray) -> None:
+        """Nothing is known of these rounds."""
+        for name, nothing in UNKNOWN.items():
+            getattr(self, name)[rounds] = nothing
+
 
 UNKNOWN: Mapping[str, np.generic] = {
     "values": np.float64(np.nan),
@@ -95,12 +100,13 @@ UNKNOWN: Mapping[str, np.generic] = {
 }
 """The arrays of `Residuals`, and what stands in them where nothing is known."""
 
+OF_SCALES = ("scale", "grid")
+"""Those that are the same in all runs."""
+
 
 def unknown(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
     """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
-    return {
-        name: np.full(of_scales if name in ("scale", "grid") else shape, nothing) for name, nothing in UNKNOWN.items()
-    }
+    return {name: np.full(of_scales if name in OF_SCALES else shape, nothing) for name, nothing in UNKNOWN.items()}
 
 
 def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
@@ -110,17 +116,65 @@ def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
 # ---- from messages to noise ------------------------------------------------------------------------------------------
 
 
-def noise_of(replay: Replay, said: Message, room: Mapping[str, Residuals] | None = None) -> dict[str, Residuals]:
+@dataclass(frozen=True, slots=True)
+class Noisy:
+    """What the schedule says of the noise in a field of one round's message.
+
+    Attributes:
+        law: of the noise.
+        scale: of the noise.
+        where: `(1, 1, dim)` which numbers carry it.
+        lattice: whether the message itself is on the lattice, and not the noise alone.
+    """
+
+    law: Law
+    scale: float
+    where: BoolArray
+    lattice: bool
+
+
+Schedule = dict[tuple[int, int], Mapping[str, Noisy]]
+"""By learner and round, the fields that carry noise: the same in all runs, so found out once."""
+
+
+def noise_of(
+    replay: Replay,
+    said: Message,
+    room: Mapping[str, Residuals] | None = None,
+    schedule: Schedule | None = None,
+) -> dict[str, Residuals]:
     """The noise of this round's message, by field that carries any.
 
-    The learner speaks once without noise, and once with the same number in place of every noise: where a message moves by
-    as much, it carries noise. The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number
-    of records, and is the one that the algorithm asks its source for. In a replay of two worlds the learner lived in the first.
+    The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number of records, and is the one that
+    the algorithm asks its source for. In a replay of two worlds the learner lived in the first.
 
     Args:
         replay: of the learner, before the round.
         said: its message, fields `(1, replicas, dim)`.
-        room: residuals of one round, by field, still blank, to be filled (default: new ones).
+        room: residuals of one round, by field, to be filled, whatever is in them (default: new ones).
+        schedule: what other replays of the same run have found; is kept up.
+    """
+    centre = replay.says(no_noise)
+    schedule = {} if schedule is None else schedule
+    at = replay.learner, replay.t
+    if at not in schedule:
+        schedule[at] = _noisy(replay, centre)
+    found = {}
+    for name, noisy in schedule[at].items():
+        filled = found[name] = _blank(replay.learner, name, said[name].shape) if room is None else room[name]
+        own = centre[name][:1]
+        _take_off(filled, noisy, said[name], own, 0.0 if noisy.lattice else _beside(replay, name))
+        filled.past["centre"] = own
+        if len(centre[name]) > 1:
+            filled.past["swap"] = (own - centre[name][1:2]) / noisy.scale
+    return found
+
+
+def _noisy(replay: Replay, centre: Message) -> dict[str, Noisy]:
+    """The fields of this round's message that carry noise.
+
+    The learner, who says `centre` without noise, speaks once with the same number in place of every noise: where a message moves
+    by as much, it carries noise.
     """
     steps: dict[str, tuple[Law, Scalars]] = {}
 
@@ -130,25 +184,18 @@ def noise_of(replay: Replay, said: Message, room: Mapping[str, Residuals] | None
         steps[draw.field] = draw.law, step
         return np.zeros(draw.shape) + step
 
-    centre, moved = replay.says(no_noise), replay.says(probe)
+    moved, algorithm = replay.says(probe), replay.run.algorithm
+    on_lattice = algorithm.lattice(replay.learner, replay.t) if isinstance(algorithm, OnLattice) else ()
     found = {}
     for name in sorted(steps.keys() & centre.fields.keys()):
         law, step = steps[name]
-        scale = replay.run.algorithm.noise_scale(replay.learner, replay.t)
+        scale = algorithm.noise_scale(replay.learner, replay.t)
         if law == "spherical":
             scale = float(np.asarray(step).flat[0])
-        own = centre[name][:1]
         # By schedule alone, so that one replica says it for all.
-        noisy = np.abs(moved[name][:1, :1] - own[:, :1] - step) <= 1e-6 * np.abs(step)
-        if 0.0 < scale < math.inf and noisy.any():
-            filled = found[name] = _blank(replay.learner, name, said[name].shape) if room is None else room[name]
-            algorithm = replay.run.algorithm
-            lattice = isinstance(algorithm, OnLattice) and name in algorithm.lattice(replay.learner, replay.t)
-            beside = 0.0 if lattice else _beside(replay, name)
-            _take_off(filled, law, scale, noisy, said[name], own, beside, lattice)
-            filled.past["centre"] = own
-            if len(centre[name]) > 1:
-                filled.past["swap"] = (own - centre[name][1:2]) / scale
+        where = np.abs(moved[name][:1, :1] - centre[name][:1, :1] - step) <= 1e-6 * np.abs(step)
+        if 0.0 < scale < math.inf and where.any():
+            found[name] = Noisy(law, scale, where, name in on_lattice)
     return found
 
 
@@ -161,6 +208,7 @@ def residuals(
     close: bool = False,
     other: LearnerData | None = None,
     room: Mapping[str, Residuals] | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[Residuals, ...]:
     """Replay one learner, and take its noise off its messages.
 
@@ -172,7 +220,8 @@ def residuals(
         close: keep what the learner had before every draw, too.
         other: its records in the other world: how far they move the centre is part of what it had (`swap`, in scales), and
             the most telling part if it handles a record otherwise than it promised.
-        room: for every field blank residuals to be filled (default: new ones).
+        room: for every field residuals to be filled, whatever is in them (default: new ones).
+        schedule: what other replays of the same run have found; is kept up.
 
     Returns:
         One entry for each field that carries noise in some round.
@@ -181,22 +230,35 @@ def residuals(
     sides = (own,) if other is None else (own, other)
     replay = Replay(run, learner, transcript.replicas, len(sides))
     every = room or {name: _blank(learner, name, _shape(values)) for name, values in transcript.fields.items()}
-    noisy: set[str] = set()
+    noisy: dict[str, list[int]] = {}
     before: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
         messages = transcript.messages(t, learner, replay.concerned)
         round_of = {name: each.at(t) for name, each in every.items()}
-        for name, noise in ({} if replay.silent else noise_of(replay, messages[learner], round_of)).items():
-            noisy.add(name)
+        for name, noise in ({} if replay.silent else noise_of(replay, messages[learner], round_of, schedule)).items():
+            noisy.setdefault(name, []).append(t)
             for what, values in {**noise.past, **before}.items() if close else ():
                 if values.shape[-1] == noise.values.shape[-1]:
-                    every[name].past.setdefault(what, np.zeros(every[name].values.shape))[t] = values[0]
+                    _keep(every[name], what, t, values[0])
         replay.step(messages, *(side.batch(t) for side in sides))
         if not replay.known:
             break
         if close:
             before = learned(replay, own.batch(t))
+    for name, each in every.items():
+        each.forget(np.setdiff1d(np.arange(transcript.rounds), noisy.get(name, ())))
     return tuple(every[name] for name in sorted(noisy) if np.isfinite(every[name].values).any())
+
+
+def _keep(noise: Residuals, what: str, t: int, values: FloatArray) -> None:
+    """Something of the past of round t, `(replicas, dim)` or `(1, dim)`."""
+    rounds, _, dim = noise.values.shape
+    kept = noise.past.get(what)
+    if kept is None:
+        kept = noise.past[what] = np.zeros((rounds, len(values), dim))
+    elif kept.shape[1] < len(values):
+        kept = noise.past[what] = np.repeat(kept, len(values), axis=1)
+    kept[t] = values
 
 
 def _shape(said: FloatArray) -> tuple[int, ...]:
@@ -227,29 +289,21 @@ def _beside(replay: Replay, name: str) -> FloatArray | float:
     return as_floats(np.sum(sizes, axis=0)) if sizes else 0.0
 
 
-def _take_off(
-    into: Residuals,
-    law: Law,
-    scale: float,
-    noisy: BoolArray,
-    said: FloatArray,
-    centre: FloatArray,
-    beside: FloatArray | float,
-    lattice: bool,
-) -> None:
+def _take_off(into: Residuals, noisy: Noisy, said: FloatArray, centre: FloatArray, beside: FloatArray | float) -> None:
     """Fill the residuals of a round: what was said without its centre, where there is noise."""
-    into.scale[:] = scale
-    if law == "spherical":
-        into.values[:] = np.where(noisy, as_laplace(law, (said - centre) / scale), np.nan)
+    into.scale[:] = noisy.scale
+    if noisy.law == "spherical":
+        into.steps[:], into.said[:], into.lost[:], into.off[:], into.grid[:] = 0, 0, ALL, False, np.nan
+        into.values[:] = np.where(noisy.where, as_laplace(noisy.law, (said - centre) / noisy.scale), np.nan)
         return
-    spacing = float(grid(scale * (1.0 - _TIE)))  # the finer one where it may be either
+    spacing = float(grid(noisy.scale * (1.0 - _TIE)))  # the finer one where it may be either
     into.grid[:] = spacing
-    message, whole = said / spacing, centre / spacing
+    message, whole = said * (1.0 / spacing), centre * (1.0 / spacing)  # exact, for spacings are powers of two
     # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
     np.rint(whole, out=whole)
     steps = message - whole
     unresolved: IntArray | int = 0
-    if not lattice:
+    if not noisy.lattice:
         # What was public before stands beside the noise, on no lattice (dual averaging): the noise alone is on it.
         noise = (said - centre) / spacing
         # It may be much larger than the sum, and then the noise lost its low bits where it was added.
@@ -258,22 +312,23 @@ def _take_off(
         unresolved = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _SURE, 0, ALL)
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
         message = steps + whole
+    np.multiply(steps, spacing / noisy.scale, out=into.values)
+    if noisy.law != "laplace":
+        into.values[:] = as_laplace(noisy.law, into.values)
+    if not noisy.where.all():
+        into.values[:] = np.where(noisy.where, into.values, np.nan)
     # Not-a-number where nobody heard the message: then no comparison holds.
     exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _EXACT)
-    judged = noisy if exact else noisy & (np.abs(message) < _EXACT) & (np.abs(whole) < _EXACT)
-    everywhere = bool(judged.all())
+    judged = noisy.where if exact else noisy.where & (np.abs(message) < _EXACT) & (np.abs(whole) < _EXACT)
     on = np.rint(message) == message
-    if not (everywhere and on.all()):
-        into.off[:] = noisy & ~on & ~np.isnan(message)
-        judged = judged & on
-        everywhere = False
-    into.values[:] = as_laplace(law, steps * (spacing / scale))
-    if not noisy.all():
-        into.values[:] = np.where(noisy, into.values, np.nan)
-    into.steps[:] = steps if everywhere else np.where(judged, steps, 0.0)
-    into.said[:] = message if everywhere else np.where(judged, message, 0.0)
-    either = float(grid(scale * (1.0 + _TIE))) != spacing
-    into.lost[:] = np.where(judged, np.maximum(unresolved, int(either)), ALL)
+    either = int(float(grid(noisy.scale * (1.0 + _TIE))) != spacing)
+    if judged.all() and on.all():
+        into.steps[:], into.said[:], into.lost[:], into.off[:] = steps, message, np.maximum(unresolved, either), False
+        return
+    into.off[:] = noisy.where & ~on & ~np.isnan(message)
+    judged = judged & on
+    into.steps[:], into.said[:] = np.where(judged, steps, 0.0), np.where(judged, message, 0.0)
+    into.lost[:] = np.where(judged, np.maximum(unresolved, either), ALL)
 
 
 def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
