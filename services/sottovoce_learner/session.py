@@ -430,7 +430,9 @@ class Session:
         """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
         own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
         log.error("failed", learner=self.role.name, round=self.memory.done, **failure(error, own))
-        detail = str(error) if worded_by_us(error) else f"an internal error; {IN_THE_LOG}"
+        little = "too little memory (docs/scale.md says what a learner keeps)"
+        ours = little if isinstance(error, MemoryError) else "an internal error"
+        detail = str(error) if worded_by_us(error) else f"{ours}; {IN_THE_LOG}"
         self._become(LearnerState.FAILED, detail)
 
     async def close(self) -> None:

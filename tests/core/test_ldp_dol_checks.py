@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
+from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import CheckFailed
+from sottovoce.losses import Loss
+from sottovoce.losses.logistic import Logistic, PassGlm
+from sottovoce.losses.quadratic import LeastSquares, Ridge
 from sottovoce.privacy.regularity import Regularity
+from sottovoce.running.run import build_run
+from tests.examples import small_spec
 
 UP, DOWN = math.inf, -math.inf
 
@@ -208,6 +213,29 @@ def test_coupling_overshoot() -> None:
     assert found("COUPLING_OVERSHOOT", topology=web, gam0=2.0) is None
     text = found("COUPLING_OVERSHOOT", topology=web, gam0=2.5)
     assert text == "gam0*|w_ii| > 1: first rounds overshoot; accounting uses |1 - |w_ii| gamma_t|, got 1.25"
+
+
+@pytest.mark.parametrize(
+    ("loss", "dim", "told"),
+    [
+        (Ridge(), 8_190, ""),
+        (Ridge(), 8_191, "8192 x 8192 numbers, at times twice: 1 GiB"),
+        (Ridge(clip_norm=1.0), 8_191, ""),
+        (LeastSquares(), 20_000, "20001 x 20001 numbers, at times twice: 5.96 GiB"),
+        (PassGlm(score_bound=3.0), 8_191, "history: exact"),
+        (Logistic(), 20_000, ""),
+    ],
+)
+def test_large_statistics(loss: Loss, dim: int, told: str) -> None:
+    found = list(large_statistics(loss, dim))
+    assert [each.code for each in found] == ["STATISTICS"] * bool(told)
+    assert all(told in each.text for each in found)
+
+
+def test_a_run_tells_of_large_statistics() -> None:
+    spec = small_spec(5, 2, algorithm={"name": "ldp-dol"}, loss={"kind": "ridge"})
+    codes = [[each.code for each in build_run(spec, dim).warnings] for dim in (100, 10_000)]
+    assert ["STATISTICS" in each for each in codes] == [False, True]
 
 
 def test_lambda0_large_strongly_convex() -> None:

@@ -68,6 +68,8 @@ class Failing(Gossip):
                     raise OSError(5, QUOTED)
                 case "exit":
                     raise SystemExit(QUOTED)
+                case "memory":
+                    raise MemoryError(QUOTED)
                 case "library":
                     np.linalg.inv(np.zeros((2, 2)))
         return Gossip.listen(self, state, heard, batch)
@@ -89,6 +91,7 @@ def spec_of(fails: str) -> RunSpec:
         ("budget", "BudgetExhausted"),
         ("os", "OSError"),
         ("exit", "SystemExit"),
+        ("memory", "MemoryError"),
         ("library", "LinAlgError"),
     ],
 )
@@ -109,7 +112,8 @@ async def test_an_own_algorithm_that_raises_fails_the_run_and_the_log_says_where
     failed = [event for event in logs if event["event"] == "failed"]
 
     assert outcome.state == "failed"
-    assert outcome.detail.endswith(" failed: an internal error; the learner's log has it")
+    told = "too little memory (docs/scale.md says what a learner keeps)" if fails == "memory" else "an internal error"
+    assert outcome.detail.endswith(f" failed: {told}; the learner's log has it")
     assert LearnerState.FAILED in [status.state for status in statuses]
     assert failed and {(event["kind"], event["round"]) for event in failed} == {(kind, 3)}
     for event in failed:

@@ -12,8 +12,13 @@ from collections.abc import Iterator
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules, require_mode
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
+from sottovoce.losses import Loss
+from sottovoce.losses.history import QuadraticHistory, start_history
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.privacy.regularity import Regularity
+
+_LARGE = 2**30
+"""Bytes of statistics of which a user is told."""
 
 
 def check_ldp_dol(
@@ -85,6 +90,17 @@ def _network_findings(schedules: Schedules, varsigma: tuple[float, ...], topolog
     if schedules.gam0 * largest > 1:
         text = "gam0*|w_ii| > 1: first rounds overshoot; accounting uses |1 - |w_ii| gamma_t|"
         yield Caveat("COUPLING_OVERSHOOT", f"{text}, got {schedules.gam0 * largest:.6g}")
+
+
+def large_statistics(loss: Loss, dim: int) -> Iterator[Caveat]:
+    """STATISTICS: what takes so much memory that a machine may lack it."""
+    size = 16 * (dim + 1) ** 2  # bytes: the old ones, and the new
+    if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE:
+        yield Caveat(
+            "STATISTICS",
+            f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers, at times twice: "
+            f"{size / 2**30:.3g} GiB; with loss.clip_norm, or history: exact for the logistic loss, it keeps its records",
+        )
 
 
 def _strongly_convex_findings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
+from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules
 from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.parameters import AlgorithmSpec
@@ -50,7 +50,7 @@ class LdpDolSpec(AlgorithmSpec):
         )
         ends = (0, setting.rounds - 1)  # the noise grows with the rounds
         require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
-        return algorithm, findings
+        return algorithm, (*findings, *large_statistics(setting.loss, setting.dim))
 
     def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
         return self.model_copy(update={"sigma": times(self.sigma, factors)})
