@@ -54,14 +54,32 @@ def pack(value: Any, named: Mapping[str, object]) -> bytes:
     Raises:
         Unpackable: some part of it is of a type that is not known here.
     """
+    return b"".join(_parts(value, named))
+
+
+def packs_as(raw: bytes, value: Any, named: Mapping[str, object]) -> bool:
+    """Would `pack` make these bytes of a value? Without making them anew: a state may fill half of the memory.
+
+    Raises:
+        Unpackable: as `pack`.
+    """
+    at, whole = 0, np.frombuffer(raw, np.uint8)
+    for part in _parts(value, named):
+        if not np.array_equal(whole[at : at + len(part)], np.frombuffer(part, np.uint8)):
+            return False
+        at += len(part)
+    return at == len(raw)
+
+
+def _parts(value: Any, named: Mapping[str, object]) -> list[bytes | memoryview]:
     writing = _Writing(named)
     tree = writing.node(value)
     head = json.dumps({"tree": tree, "sizes": [len(raw) for raw in writing.arrays]}, separators=(",", ":")).encode()
-    parts = [_HEAD.pack(_MAGIC, FORMAT, len(head)), head]
+    parts: list[bytes | memoryview] = [_HEAD.pack(_MAGIC, FORMAT, len(head)), head]
     parts.append(bytes(-(_HEAD.size + len(head)) % _ALIGNED))
     for raw in writing.arrays:
         parts += raw, bytes(-len(raw) % _ALIGNED)
-    return b"".join(parts)
+    return parts
 
 
 def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
@@ -80,7 +98,7 @@ def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
     starts = [at + -at % _ALIGNED]
     for size in head["sizes"]:
         starts.append(starts[-1] + size + -size % _ALIGNED)
-    arrays = [raw[a:b] for a, b in pairwise(starts)]
+    arrays = [memoryview(raw)[a:b] for a, b in pairwise(starts)]
     return _Reading(named, arrays).value(head["tree"])
 
 
@@ -89,7 +107,7 @@ class _Writing:
 
     def __init__(self, named: Mapping[str, object]) -> None:
         self._names = {id(each): name for name, each in named.items()}
-        self.arrays: list[bytes] = []
+        self.arrays: list[bytes | memoryview] = []
 
     def node(self, value: Any) -> Any:
         """One value: as it is, or by its kind."""
@@ -121,11 +139,13 @@ class _Writing:
             raise Unpackable("a state must be made of numbers, got an array of objects")
         # A product of matrices may round by their order in memory.
         turned = isinstance(value, np.ndarray) and value.flags.f_contiguous and not value.flags.c_contiguous
-        raw = value.tobytes(order="F" if turned else "C")
+        raw = (
+            np.ravel(value, order="F" if turned else "C").view(np.uint8).data
+        )  # the array's own memory, where that is one piece
         kind = "n" if isinstance(value, np.generic) else "F" if turned else "C"
         return {"a": self._kept(raw), "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
 
-    def _kept(self, raw: bytes) -> list[int]:
+    def _kept(self, raw: bytes | memoryview) -> list[int]:
         self.arrays.append(raw)
         return [len(self.arrays) - 1, len(raw)]
 
@@ -133,7 +153,7 @@ class _Writing:
 class _Reading:
     """A tree on its way back."""
 
-    def __init__(self, named: Mapping[str, object], arrays: Sequence[bytes]) -> None:
+    def __init__(self, named: Mapping[str, object], arrays: Sequence[memoryview]) -> None:
         self._named, self._arrays = named, arrays
 
     def value(self, node: Any) -> Any:
@@ -146,7 +166,7 @@ class _Reading:
             case "f":
                 return _FLOAT.unpack(bytes.fromhex(node["f"]))[0]
             case "b":
-                return self._raw(node["b"])
+                return bytes(self._raw(node["b"]))
             case "a":
                 return self._array(node)
             case "(":
@@ -165,7 +185,7 @@ class _Reading:
             case other:
                 raise DataError(f"a snapshot must be made of known kinds of values, got {other!r}")
 
-    def _raw(self, kept: Sequence[int]) -> bytes:
+    def _raw(self, kept: Sequence[int]) -> memoryview:
         index, size = kept
         return self._arrays[index][:size]
 

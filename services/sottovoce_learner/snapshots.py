@@ -14,7 +14,7 @@ from sottovoce.running.run import Run
 from sottovoce_learner.bodies import Snapshot
 from sottovoce_learner.intake import Taken
 from sottovoce_learner.log import Reading
-from sottovoce_learner.packing import ADDED, Unpackable, pack, unpack
+from sottovoce_learner.packing import ADDED, Unpackable, pack, packs_as, unpack
 from sottovoce_learner.signing import Vouched
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.logs import failure
@@ -133,9 +133,9 @@ class Snapshots:
         """
         raw = pack(image, self._names)
         try:
-            again = pack(unpack(raw, self._names), self._names)
+            same = packs_as(raw, unpack(raw, self._names), self._names)
         except DataError as error:
             raise Unpackable(str(error)) from None
-        if again != raw:
+        if not same:
             raise Unpackable("a state must be what its fields say, and this one comes back as another")
         return raw

@@ -16,7 +16,7 @@ from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce_learner import packing
 from sottovoce_learner.intake import Taken
-from sottovoce_learner.packing import ADDED, Unpackable, pack, unpack
+from sottovoce_learner.packing import ADDED, Unpackable, pack, packs_as, unpack
 
 
 @dataclass(frozen=True)
@@ -147,3 +147,32 @@ def test_records_that_wait(sizes: list[int]) -> None:
             [value for each in part for value in getattr(each, name).tolist()] for part in (waiting, again.waiting)
         )
         assert heard == said
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(12.0).reshape(3, 4)[:, ::2],
+        np.array(3.5),
+        np.float64(3.5),
+        np.empty((0, 3)),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        (b"raw", "text", [1, None, 2.5], {"a": np.int32(7)}),
+    ],
+    ids=str,
+)
+def test_what_comes_back_packs_as_it_was_and_nothing_else_does(value: Any) -> None:
+    raw = pack(value, {})
+    assert packs_as(raw, unpack(raw, {}), {})
+    for other in (
+        raw + b"\0",
+        raw[:-1],
+        raw[:-64],
+        bytes([raw[0] ^ 1]) + raw[1:],
+        raw[:-64] + bytes([raw[-64] ^ 1]) + raw[-63:],
+    ):
+        assert not packs_as(other, value, {})
+    assert not packs_as(raw, (value, 1), {})

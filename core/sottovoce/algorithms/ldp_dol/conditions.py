@@ -17,7 +17,7 @@ from sottovoce.losses.history import QuadraticHistory, start_history
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.privacy.regularity import Regularity
 
-_LARGE = 2**30
+_LARGE = 2**28
 """Bytes of statistics of which a user is told."""
 
 
@@ -94,12 +94,13 @@ def _network_findings(schedules: Schedules, varsigma: tuple[float, ...], topolog
 
 def large_statistics(loss: Loss, dim: int) -> Iterator[Caveat]:
     """STATISTICS: what takes so much memory that a machine may lack it."""
-    size = 16 * (dim + 1) ** 2  # bytes: the old ones, and the new
+    size = 8 * (dim + 1) ** 2
     if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE:
         yield Caveat(
             "STATISTICS",
-            f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers, at times twice: "
-            f"{size / 2**30:.3g} GiB; with loss.clip_norm, or history: exact for the logistic loss, it keeps its records",
+            f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers: "
+            f"{size / 2**30:.2g} GiB, and up to four times that while it writes a snapshot; with loss.clip_norm, or "
+            "history: exact for the logistic loss, it keeps its records",
         )
 
 
