@@ -144,9 +144,9 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     if problem["type"] == "invalid_key":
         where = _where(place[:-1])
     subject = f"{where}: " if where else ""
-    came = (
-        f", got {_kind(value) if _of_records(place, value) else short(value)}" if place else ""
-    )  # the whole document says nothing
+    # A whole document or section says nothing: its fields are named by what is wrong with them together.
+    whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
+    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else short(value)}"
     return f"{subject}{', or '.join(told)}{came}{_advice(place, alike, value)}"
 
 

@@ -89,6 +89,18 @@ def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> No
         assert text.index("run mushrooms-0123456789ab") < text.index("0/500")
 
 
+def test_of_many_that_are_away_a_line_names_some() -> None:
+    console = piped()
+    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+        for count in (3, 30):
+            away = tuple(f"learner-{i}" for i in range(count))
+            shown.update(replace(look(0), away=away), "waiting", overheard=None)
+    assert [line.split("  ")[1] for line in written(console).splitlines()[1:]] == [
+        "waiting, learner-0, learner-1, learner-2 are away",
+        "waiting, 30 learners are away (learner-0, learner-1, learner-2, ...)",
+    ]
+
+
 def test_where_nobody_listens_nothing_is_said_of_it() -> None:
     console = piped()
     with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:

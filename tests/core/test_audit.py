@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,22 @@ def test_shares_may_be_worked_on_side_by_side() -> None:
     here = audit_simulated(plan)
     there = audit_simulated(plan, mapper=lambda work, own: [pickle.loads(pickle.dumps(work))(each) for each in own])  # noqa: S301 - our own
     assert here.found.bounds == there.found.bounds and here.found.tests == there.found.tests
+
+
+def test_shares_say_how_far_they_are_and_find_the_same() -> None:
+    plan, told = planned(SETUPS["ldp-dol"], runs=60), list[list[float]]()
+
+    def over(work: Any, own: Sequence[Share]) -> Iterator[Any]:
+        for share in own:
+            told.append([])
+            yield work(replace(share, tell=told[-1].append))
+
+    there, here = audit_simulated(plan, mapper=over), audit_simulated(plan)
+    assert here.found.bounds == there.found.bounds and here.found.tests == there.found.tests
+    examined = told[: 2 * len(plan.pairs)]
+    assert all(each == sorted(each) and len(set(each)) > plan.run.spec.rounds for each in told[: len(examined)])
+    assert all(each[-1] == 1.0 for each in examined)
+    assert all(each and 0.0 < each[-1] < 1.0 for each in told[len(examined) :])  # of which the losses alone are wanted
 
 
 # ---- broken ones -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import Audit, Coins
+from sottovoce.auditing.audit import Audit, Coins, audit_simulated
 from sottovoce.auditing.blackbox import VIEWS
 from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
@@ -33,6 +33,8 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import COINS, about, audit_page
+from sottovoce_client.backends import Mapper
+from sottovoce_client.counting import counted
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import NOTHING, chance, duration, number
@@ -147,6 +149,19 @@ def audit_to(
     with terminal.bar("choosing the swap") as say:
         done = work(asked.plan(prepared), say=say)
     return show(done, asked.seed, folder, console, _pace(done, time.monotonic() - began))
+
+
+def on_simulator(plan: AuditPlan, *, say: Say, mapper: Mapper) -> Audit:
+    """An audit of simulated runs, which are counted while the mapper works on shares of them."""
+    doing = ""
+
+    def begin(what: str) -> None:
+        nonlocal doing
+        doing = what
+        say(what)
+
+    over = counted(mapper, lambda share: share.runs, lambda done, of: say(f"{doing}: {done:,} of {of:,} runs"))
+    return audit_simulated(plan, mapper=over, say=begin)
 
 
 def _pace(done: Audit, seconds: float) -> str:

@@ -257,11 +257,11 @@ def _work(
 
         yield on_network(folder, seeded=seeded)
     else:
-        from sottovoce.auditing.audit import audit_simulated
+        from sottovoce_client.auditing.audit import on_simulator
         from sottovoce_client.backends import mapper_over
 
         with mapper_over(backend, jobs) as mapper:
-            yield partial(audit_simulated, mapper=mapper)
+            yield partial(on_simulator, mapper=mapper)
 
 
 def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:

@@ -69,7 +69,7 @@ def sweep(
             wanted,
             seeds,
             **options,
-            progress=lambda done, of: say(f"{done:,} of {of:,} simulated"),
+            rounds=lambda done, of: say(f"simulating: {done:,} of {of:,} rounds" if done < of else "resampling"),
         )
     write_table(table, folder / "sweep.parquet")
     print(table)

@@ -45,6 +45,8 @@ MOST_ROWS = 16
 """Learners that the final table shows at most."""
 MOST_NOTICED = 3
 """Lines on misconduct that the live display shows at most."""
+_NAMED = 3
+"""Learners that a line names at most, where more are away."""
 _CLAIMS = ("paper’s ε", "ε per event", "ε per record")
 _LOSSES = ("capture’s loss per event", "capture’s loss per record")
 _KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
@@ -248,6 +250,8 @@ def _cut(line: str) -> Text:
 def _with_away(state: str, progress: Progress) -> str:
     """The state, and who is gone meanwhile."""
     gone = progress.away
+    if len(gone) > _NAMED:
+        return f"{state}, {len(gone)} learners are away ({', '.join(gone[:_NAMED])}, ...)"
     return f"{state}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} away" if gone else state
 
 

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.simulated import Tell, nobody
 from sottovoce.data.folders import data_folders
 from sottovoce.door import simulate
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, Prepared, experiment_of, prepare, require_count
+from sottovoce.running.simulator import SimulatedRound
 from sottovoce.table import Table
 from sottovoce_client.backends import Backend, mapper_over
+from sottovoce_client.counting import Count, counted
 
 _RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
@@ -34,6 +37,12 @@ class _Job:
     replicas: int
     seed: np.random.SeedSequence
     metrics: Sequence[str] | None
+    tell: Tell = nobody
+
+    @property
+    def rounds(self) -> int:
+        """Of all seeds."""
+        return self.replicas * self.experiment.rounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,9 +118,13 @@ def sweep_saying(
     backend: Backend,
     jobs: int | None,
     metrics: Sequence[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Count | None = None,
+    rounds: Count = lambda done, of: None,
 ) -> Table:
-    """As `sweep`; `ready` is given each combination's run before anything is simulated."""
+    """As `sweep`; `ready` is given each combination's run before anything is simulated.
+
+    `rounds` is told how many rounds are simulated, and of how many, of all seeds and combinations, while that goes on.
+    """
     require_count("seeds", seeds)
     experiment = experiment_of(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
@@ -121,7 +134,7 @@ def sweep_saying(
     settings = list(itertools.product(*changes.values()))
     each = [_changed(experiment, dict(zip(changes, setting, strict=True)), ready) for setting in settings]
     jobs_of = [_jobs(one, seeds, seed, metrics, vary_data=vary_data) for one in each]
-    done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress))
+    done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, rounds))
     rows = [
         (*map(_shown, setting), *row)
         for setting, mine in zip(settings, jobs_of, strict=True)
@@ -156,11 +169,11 @@ def _jobs(
 
 
 def _worked(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Callable[[int, int], None] | None
+    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, rounds: Count
 ) -> Iterable[_Done]:
     found = []
     with mapper_over(backend, jobs) as over:
-        for each in over(_measured, work):
+        for each in counted(over, lambda job: job.rounds, rounds)(_measured, work):
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
@@ -168,8 +181,13 @@ def _worked(
 
 
 def _measured(job: _Job) -> _Done:
+    rounds = job.experiment.rounds
+
+    def passed(step: SimulatedRound) -> None:
+        job.tell((step.t + 1) / rounds)
+
     try:
-        curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
+        curves = simulate(job.experiment, job.replicas, job.seed, metrics=(rounds,), progress=passed).curves
     except Exception as error:
         from sottovoce_rpc.logs import others_fault
 

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce.errors import NotReady
+from sottovoce.errors import NotReady, SpecError
 from sottovoce.plain import plain
 from sottovoce_client.web.plans import Way
 from sottovoce_client.web.view import CaptureLine, Count, Course, Look, RunLine
+from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.misconduct import misconduct_lines
@@ -75,8 +76,19 @@ class Asked:
             self.places.identity or found.identity,
         )
         if not places.coordinator:
-            raise NotReady(f"no run is up in {self.folder}: `sottovoce up` writes services.json there while one is")
+            raise NotReady(f"no run is up in {self.folder}: {_advice(self.folder)}")
         return places
+
+
+def _advice(folder: Path | None) -> str:
+    """What to do where a folder says nothing."""
+    try:
+        if folder is not None and not folder.exists():
+            place_of(str(folder), "FOLDER")
+            return f"there is no such folder; of the coordinator at that address asks --coordinator {folder}"
+    except SpecError:
+        pass
+    return "`sottovoce up` writes services.json there while one is"
 
 
 def _told_in(folder: Path | None) -> Places:

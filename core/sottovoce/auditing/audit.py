@@ -7,7 +7,7 @@ and are made and examined side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,18 @@ from sottovoce.auditing.outcomes import Starts
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.private import differences
 from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
-from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, numbers_of, overhear, shares
+from sottovoce.auditing.simulated import (
+    NoiseOf,
+    Recording,
+    Share,
+    Tell,
+    at_a_time,
+    children,
+    nobody,
+    numbers_of,
+    overhear,
+    shares,
+)
 from sottovoce.auditing.swaps import peak, search, swaps
 from sottovoce.auditing.twins import Twins, twins
 from sottovoce.auditing.verdict import Findings, Verdict, blamed, decide
@@ -48,6 +59,9 @@ _SWEPT = 32
 
 SHARE_RUNS = 2500
 """Runs in a share, at most, so that shares can be made side by side."""
+
+_MADE, _MADE_OF_LOSSES = 0.2, 0.6
+"""What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
 
 Work = Callable[[Share], "Examined"]
 Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
@@ -156,15 +170,15 @@ class Audit:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(plan: AuditPlan, part: Recording, single: Apart | None = None) -> Examined:
-    """Keep what the tests need of some runs."""
+def examine(plan: AuditPlan, part: Recording, single: Apart | None = None, tell: Tell = nobody) -> Examined:
+    """Keep what the tests need of some runs; what takes long of it says how far it is."""
     from sottovoce.auditing.conformance.battery import examine_noise  # it needs scipy from the start
 
     noise = None
     if plan.listener.threat is not ThreatModel.OUTPUT:
         close = math.ceil(plan.close * part.transcript.replicas)
         share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
-        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share)
+        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share, tell)
     return replace(_losses(plan, part, single), noise=noise)
 
 
@@ -180,29 +194,34 @@ def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
 def _simulated(
     plan: AuditPlan,
     share: Share,
-    look: Callable[[AuditPlan, Recording, Apart | None], Examined] = examine,
     noise: NoiseOf = SeededNoise,
     actual: Run | None = None,
+    *,
+    losses_alone: bool = False,
 ) -> Examined:
     """Simulate some runs and examine them.
 
     Args:
         plan: the audit, of all pairs of worlds.
         share: which runs.
-        look: what is kept of them.
         noise: where their noise comes from.
         actual: what really runs (default: what is claimed).
+        losses_alone: their noise is not examined.
     """
     plan = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
-    of_share = Share(share.world, share.runs, runs)
+    made = _MADE_OF_LOSSES if losses_alone else _MADE
+    of_share = Share(share.world, share.runs, runs, tell=lambda done: share.tell(made * done))
     decisions = plan.listener.threat is ThreatModel.OUTPUT
     part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
     if plan.listener.replayable:
         generator = np.random.default_rng(coins)
         single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
-    return replace(look(plan, part, single), pair=share.pair)
+    if losses_alone:
+        return replace(_losses(plan, part, single), pair=share.pair)
+    looked = examine(plan, part, single, lambda done: share.tell(made + (1.0 - made) * done))
+    return replace(looked, pair=share.pair)
 
 
 def audit_simulated(
@@ -219,25 +238,19 @@ def audit_simulated(
         plan: the audit.
         noise: where the audited run's noise comes from (default: what is claimed).
         actual: what really runs (default: what is claimed).
-        mapper: how shares of the runs are worked on.
+        mapper: how shares of the runs are worked on; each says how far it is (`Share.tell`).
         say: told what is being done.
 
     Raises:
         SpecError: scipy or scikit-learn are not installed.
     """
-    done = 0
     lots = [
         share for k, pair in enumerate(plan.pairs) for share in shares(pair.runs, _most(plan), pair.seeds.audited, k)
     ]
 
-    def heard() -> Iterator[Examined]:
-        nonlocal done
-        for part in mapper(partial(_simulated, plan, noise=noise, actual=actual), lots):
-            yield part
-            done += len(part.seen)
-            say(f"{done:,} of {2 * plan.all_runs:,} runs")
-
-    return conclude(plan, gathered(heard()), _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
+    say("simulating and examining")
+    heard = gathered(mapper(partial(_simulated, plan, noise=noise, actual=actual), lots))
+    return conclude(plan, heard, _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
 
 
 def gathered(parts: Iterable[Examined]) -> list[Examined]:
@@ -400,8 +413,7 @@ def _findings(
     numbers = 0 if noise is None else noise.numbers
     say("conformance")
     conformance = () if noise is None else noise.tests(plan.levels)
-    say("single rounds")
-    guessed, rounds = _likelihood(plan, runs, mapper)
+    guessed, rounds = _likelihood(plan, runs, mapper, say)
     say("black box")
     attacks = _attacks(plan, runs)
     excesses = (each.excess(pair.claim) for each, pair in zip(runs.started, plan.pairs, strict=False))
@@ -422,13 +434,17 @@ def _findings(
     return found.without_coins if found.void else found
 
 
-def _likelihood(plan: AuditPlan, runs: _Runs, mapper: Mapper) -> tuple[tuple[Bound, ...], RoundBounds | None]:
+def _likelihood(
+    plan: AuditPlan, runs: _Runs, mapper: Mapper, say: Callable[[str], None]
+) -> tuple[tuple[Bound, ...], RoundBounds | None]:
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
     if runs.shown is None or not plan.paired:
         return (), None
+    say("fixing thresholds")
     lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
-    before = list(mapper(partial(_simulated, plan, look=_losses), lots))
+    before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
     claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
+    say("whole runs and single rounds")
     bound = guess(runs.shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
     return (bound,), _rounds(plan, runs.parts, before)
 

@@ -21,6 +21,9 @@ from sottovoce.running.transcript import Transcript
 NoiseOf = Callable[[np.random.SeedSequence], Noise]
 """How an audited learner draws its noise."""
 
+Tell = Callable[[float], None]
+"""Is told, while something is done, what share of it is done."""
+
 BYTES = 2**27
 """Of the messages that are held at a time."""
 
@@ -42,6 +45,10 @@ class Recording:
     channel: tuple[Mapping[str, Features], ...] = ()
 
 
+def nobody(done: float) -> None:
+    """Is told, and nothing comes of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """Some of the runs to be made.
@@ -51,12 +58,14 @@ class Share:
         runs: how many.
         seed: of their noise.
         pair: of worlds, by its place in `AuditPlan.pairs`.
+        tell: is told how far they are, wherever they are made.
     """
 
     world: int
     runs: int
     seed: np.random.SeedSequence
     pair: int = 0
+    tell: Tell = nobody
 
 
 def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
@@ -112,6 +121,7 @@ def overhear(
             values[step.t, kept] = step.message[name][kept]
         if decided is not None:
             decided[step.t] = step.before
+        share.tell((step.t + 1) / rounds)
     return Recording(share.world, Transcript(said), decided)
 
 

@@ -74,7 +74,10 @@ class PassGlm(Quadratic):
     @classmethod
     def _approximate(cls, fields: Any) -> Any:
         if fields.get("score_bound") is None:
-            raise ValueError("score_bound must be given with history pass_glm, and only there")
+            raise ValueError(
+                "score_bound must be given with history pass_glm: up to which score its approximation is to be close; no "
+                "score is beyond feature_bound times the radius of the decision set (docs/losses-and-sets.md, PASS-GLM)"
+            )
         if fields.get("clip_norm") is not None:
             raise ValueError("clip_norm must not be given with history pass_glm: to clip, one needs the records")
         return fields

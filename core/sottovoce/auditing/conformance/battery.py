@@ -20,7 +20,7 @@ from sottovoce.auditing.conformance.lattice import Lattice
 from sottovoce.auditing.conformance.marginal import Marginal
 from sottovoce.auditing.conformance.residuals import Schedule, residuals
 from sottovoce.auditing.levels import Levels, Test
-from sottovoce.auditing.simulated import numbers_of
+from sottovoce.auditing.simulated import Tell, nobody, numbers_of
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.running.run import Run
@@ -30,6 +30,9 @@ INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Fres
 
 _NEAR, _FAR = 2**21, 2**22
 """Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
+
+_TAKEN = 0.3
+"""What share of the time of a block it takes to take the noise off its messages, about."""
 
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
@@ -92,6 +95,7 @@ def examine_noise(
     transcript: Transcript,
     close: int,
     share: float = 1.0,
+    tell: Tell = nobody,
 ) -> Battery:
     """Take the noise off all messages of some runs of one world, and look at it.
 
@@ -103,6 +107,7 @@ def examine_noise(
         transcript: what all learners said.
         close: so many runs are looked at for dependence, too.
         share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
+        tell: is told how far it is.
     """
     found, schedule = Battery(share), Schedule()
     fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
@@ -110,24 +115,19 @@ def examine_noise(
     parts = list(_slices(transcript, numbers_of(run), close))
     # Memory that is new to a process costs more than what is done with it.
     memory = Block.blank(run.spec.names, fields, transcript.rounds, max(part.replicas for part, _ in parts))
+    learners, looked = run.spec.n_learners, 0
     for part, near in parts:
         room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
-        taken = [
-            residuals(
-                run,
-                part,
-                lived,
-                i,
-                close=near,
-                other=other if i in holders else None,
-                room=room.of(i),
-                schedule=schedule,
-            )
-            for i in range(run.spec.n_learners)
-        ]
+        taken = []
+        for i in range(learners):
+            its = other if i in holders else None
+            taken.append(residuals(run, part, lived, i, close=near, other=its, room=room.of(i), schedule=schedule))
+            tell((looked + _TAKEN * part.replicas * len(taken) / learners) / transcript.replicas)
         if any(taken):
             found.add(room.with_past(taken), worlds.learner)
+        looked += part.replicas
+        tell(looked / transcript.replicas)
     return found
 
 

@@ -1,0 +1,95 @@
+"""How far work is, while it goes on."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sottovoce.auditing.plan import plan_audit
+from sottovoce.auditing.simulated import Tell, nobody
+from sottovoce_client.auditing.audit import on_simulator
+from sottovoce_client.counting import counted
+from sottovoce_client.running.sweep import sweep_saying
+from tests.core.test_experiment import small
+from tests.examples import made_up, small_run
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    size: int
+    tell: Tell = nobody
+
+
+def as_in_another_process(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+    return (work(pickle.loads(pickle.dumps(piece))) for piece in pieces)  # noqa: S301 - our own
+
+
+@pytest.mark.parametrize("mapper", [map, as_in_another_process], ids=["here", "elsewhere"])
+def test_what_is_done_of_a_piece_is_told_before_the_piece_is_over(mapper: Any) -> None:
+    told: list[tuple[int, int]] = []
+    seen = threading.Event()
+
+    def count(done: int, of: int) -> None:
+        told.append((done, of))
+        if done == 5:
+            seen.set()
+
+    def work(piece: Piece) -> int:
+        piece.tell(0.5)
+        assert piece.size != 10 or seen.wait(PATIENCE_S)
+        return piece.size
+
+    assert list(counted(mapper, lambda piece: piece.size, count)(work, [Piece(10), Piece(30)])) == [10, 30]
+    assert told[0] == (0, 40) and (5, 40) in told and told[-1] == (40, 40)
+    assert told == sorted(told)
+
+
+def test_a_piece_may_tell_when_nobody_counts_any_more() -> None:
+    kept: list[Tell] = []
+    list(
+        counted(map, lambda piece: piece.size, lambda done, of: None)(lambda piece: kept.append(piece.tell), [Piece(1)])
+    )
+    kept[0](0.5)  # as a worker on another machine does
+    assert not Path(kept[0]._path).exists()  # type: ignore[attr-defined]
+
+
+def test_a_failure_ends_counting_and_is_the_callers() -> None:
+    def work(piece: Piece) -> None:
+        raise ValueError("so it is")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="so it is"):
+        list(counted(map, lambda piece: piece.size, lambda done, of: None)(work, [Piece(1)]))
+    assert threading.active_count() == before
+
+
+def test_an_audit_counts_runs_under_what_is_being_done() -> None:
+    said: list[str] = []
+    run = small_run(6)
+    plan = plan_audit(run, made_up(run.spec), 0, runs=60)
+    on_simulator(plan, say=said.append, mapper=map)
+    assert said[0] == "simulating and examining"
+    assert "simulating and examining: 120 of 120 runs" in said
+    assert f"fixing thresholds: {2 * plan.runs} of {2 * plan.runs} runs" in said
+    doing = ["fixing thresholds", "whole runs and single rounds", "black box"]
+    assert sorted(doing, key=said.index) == doing
+
+
+def test_a_sweep_counts_rounds_of_all_seeds(tmp_path: Path) -> None:
+    rounds: list[tuple[int, int]] = []
+    jobs: list[tuple[int, int]] = []
+    sweep_saying(
+        lambda _: None, small(tmp_path), {"rounds": [3, 4]}, 5,
+        seed=0, vary_data=False, backend="processes", jobs=1,
+        progress=lambda done, of: jobs.append((done, of)), rounds=lambda done, of: rounds.append((done, of)),
+    )  # fmt: skip
+    assert jobs == [(1, 2), (2, 2)]
+    assert rounds[0][1] == 35 and rounds[-1] == (35, 35)
