@@ -37,6 +37,7 @@ from sottovoce.auditing.simulated import (
     numbers_of,
     overhear,
     shares,
+    within,
 )
 from sottovoce.auditing.swaps import peak, search, swaps
 from sottovoce.auditing.twins import Twins, twins
@@ -60,7 +61,7 @@ _SWEPT = 32
 SHARE_RUNS = 2500
 """Runs in a share, at most, so that shares can be made side by side."""
 
-_MADE, _MADE_OF_LOSSES = 0.2, 0.6
+_MADE, _MADE_OF_LOSSES = 0.1, 0.6
 """What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
 
 Work = Callable[[Share], "Examined"]
@@ -211,7 +212,7 @@ def _simulated(
     plan = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
     made = _MADE_OF_LOSSES if losses_alone else _MADE
-    of_share = Share(share.world, share.runs, runs, tell=lambda done: share.tell(made * done))
+    of_share = Share(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
     decisions = plan.listener.threat is ThreatModel.OUTPUT
     part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
@@ -220,7 +221,7 @@ def _simulated(
         single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
     if losses_alone:
         return replace(_losses(plan, part, single), pair=share.pair)
-    looked = examine(plan, part, single, lambda done: share.tell(made + (1.0 - made) * done))
+    looked = examine(plan, part, single, within(share.tell, made, 1.0))
     return replace(looked, pair=share.pair)
 
 

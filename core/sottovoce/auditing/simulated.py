@@ -49,6 +49,11 @@ def nobody(done: float) -> None:
     """Is told, and nothing comes of it."""
 
 
+def within(tell: Tell, start: float, stop: float) -> Tell:
+    """Is told how far a part of something is that reaches from one share of it to another."""
+    return lambda done: tell(start + (stop - start) * done)
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """Some of the runs to be made.

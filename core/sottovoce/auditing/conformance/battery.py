@@ -20,7 +20,7 @@ from sottovoce.auditing.conformance.lattice import Lattice
 from sottovoce.auditing.conformance.marginal import Marginal
 from sottovoce.auditing.conformance.residuals import Schedule, residuals
 from sottovoce.auditing.levels import Levels, Test
-from sottovoce.auditing.simulated import Tell, nobody, numbers_of
+from sottovoce.auditing.simulated import Tell, nobody, numbers_of, within
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.running.run import Run
@@ -31,8 +31,8 @@ INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Fres
 _NEAR, _FAR = 2**21, 2**22
 """Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
 
-_TAKEN = 0.3
-"""What share of the time of a block it takes to take the noise off its messages, about."""
+_TAKEN_NEAR, _TAKEN_FAR = 0.1, 0.3
+"""What share of the time of such a block it takes to take the noise off its messages, about."""
 
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
@@ -55,16 +55,17 @@ class Battery:
         for each in self._instruments:
             each.expect(share)
 
-    def add(self, block: Block, audited: int) -> None:
-        """Look at some more runs."""
+    def add(self, block: Block, audited: int, tell: Tell = nobody) -> None:
+        """Look at some more runs, and tell how far that is."""
         self.numbers += block.count
         learners = range(len(block.learners))
         most = [_SHOWN if i == audited else _SHOWN // len(block.learners) for i in learners]
         # Of a share of all runs twice as much as will be shown of it.
         rooms = [min(each, math.ceil(2.0 * self._share * each)) for each in most]
         self._show([_first(block.values[i], rooms[i] - len(self._shown_of(i))) for i in learners], most)
-        for each in self._instruments:
+        for k, each in enumerate(self._instruments, 1):
             each.add(block)
+            tell(k / len(self._instruments))
 
     def _shown_of(self, learner: int) -> FloatArray:
         return self.shown[learner] if self.shown else np.empty(0)
@@ -119,15 +120,16 @@ def examine_noise(
     for part, near in parts:
         room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
+        start, looked = looked / transcript.replicas, looked + part.replicas
+        stop = looked / transcript.replicas
+        middle = start + (_TAKEN_NEAR if near else _TAKEN_FAR) * (stop - start)
         taken = []
         for i in range(learners):
             its = other if i in holders else None
             taken.append(residuals(run, part, lived, i, close=near, other=its, room=room.of(i), schedule=schedule))
-            tell((looked + _TAKEN * part.replicas * len(taken) / learners) / transcript.replicas)
+            within(tell, start, middle)((i + 1) / learners)
         if any(taken):
-            found.add(room.with_past(taken), worlds.learner)
-        looked += part.replicas
-        tell(looked / transcript.replicas)
+            found.add(room.with_past(taken), worlds.learner, within(tell, middle, stop))
     return found
 
 
