@@ -69,7 +69,7 @@ def sweep(
             wanted,
             seeds,
             **options,
-            rounds=lambda done, of: say(f"simulating: {done:,} of {of:,} rounds" if done < of else "resampling"),
+            say=say,
         )
     write_table(table, folder / "sweep.parquet")
     print(table)

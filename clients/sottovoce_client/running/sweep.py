@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,9 @@ def sweep_saying(
     jobs: int | None,
     metrics: Sequence[str] | None = None,
     progress: Count | None = None,
-    rounds: Count = lambda done, of: None,
+    say: Callable[[str], None] = lambda what: None,
 ) -> Table:
-    """As `sweep`; `ready` is given each combination's run before anything is simulated.
-
-    `rounds` is told how many rounds are simulated, and of how many, of all seeds and combinations, while that goes on.
-    """
+    """As `sweep`; `ready` is given each combination's run before anything is simulated, `say` is told how far it is."""
     require_count("seeds", seeds)
     experiment = experiment_of(experiment)
     if empty := [field for field, values in changes.items() if not len(values)]:
@@ -134,12 +131,12 @@ def sweep_saying(
     settings = list(itertools.product(*changes.values()))
     each = [_changed(experiment, dict(zip(changes, setting, strict=True)), ready) for setting in settings]
     jobs_of = [_jobs(one, seeds, seed, metrics, vary_data=vary_data) for one in each]
-    done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, rounds))
-    rows = [
-        (*map(_shown, setting), *row)
-        for setting, mine in zip(settings, jobs_of, strict=True)
-        for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed)
-    ]
+    found = _worked(list(itertools.chain(*jobs_of)), backend, jobs, progress, say)
+    done, rows = iter(found), list[tuple[Any, ...]]()
+    for setting, mine in zip(settings, jobs_of, strict=True):
+        for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed):
+            rows.append((*map(_shown, setting), *row))
+            say(f"resampling: {len(rows):,} of {len(settings) * len(found[0].finals):,} intervals")
     return Table.of((*changes, *RESULTS), rows)
 
 
@@ -169,11 +166,14 @@ def _jobs(
 
 
 def _worked(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, rounds: Count
-) -> Iterable[_Done]:
+    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, say: Callable[[str], None]
+) -> Sequence[_Done]:
+    def count(done: int, of: int) -> None:
+        say(f"simulating: {done:,} of {of:,} rounds")
+
     found = []
     with mapper_over(backend, jobs) as over:
-        for each in counted(over, lambda job: job.rounds, rounds)(_measured, work):
+        for each in counted(over, lambda job: job.rounds, count)(_measured, work):
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))
@@ -202,10 +202,10 @@ def _measured(job: _Job) -> _Done:
     return _Done({name: finals[name] for name in wanted}, job.experiment.epsilon())
 
 
-def _rows(done: Sequence[_Done], seeds: int, seed: int) -> list[tuple[str, float, float, float, float, int]]:
+def _rows(done: Sequence[_Done], seeds: int, seed: int) -> Iterator[tuple[str, float, float, float, float, int]]:
     finals = {name: np.concatenate([each.finals[name] for each in done]) for name in done[0].finals}
     epsilon = max(each.epsilon for each in done)
-    return [(name, float(finals[name].mean()), *interval(finals[name], seed), epsilon, seeds) for name in finals]
+    return ((name, float(finals[name].mean()), *interval(finals[name], seed), epsilon, seeds) for name in finals)
 
 
 def interval(values: FloatArray, seed: int) -> tuple[float, float]:
