@@ -172,7 +172,7 @@ WRONG = [
     ("status --coordinator host:70000", f"--coordinator {ADDRESS}"),
     ("status --learner a --learner b:0", "--learner must be HOST:PORT with a port from 1 to 65535, got 'b:0'"),
     ("status nowhere", "no run is up in nowhere: `sottovoce up` writes services.json"),
-    ("status 127.0.0.1:7400", "asks --coordinator 127.0.0.1:7400"),
+    ("status 127.0.0.1:7400", "to ask a coordinator at that address, give --coordinator 127.0.0.1:7400"),
     ("simulate spec.yaml --write models,loss", "--write"),
     ("simulate spec.yaml --write ''", "--write"),
     ("runs show x --coordinator host", f"--coordinator {ADDRESS}"),

@@ -488,7 +488,7 @@ def test_a_section_is_its_loss(section: object, loss: Loss) -> None:
         ({"kind": "logistic", "score_bound": 3}, "score_bound must be given with history pass_glm, and only there"),
         (
             {"kind": "logistic", "history": "pass_glm"},
-            "score_bound must be given .*: up to .* radius of the decision set",
+            "score_bound must be given .*: the largest .* radius of the decision set",
         ),
         ({"history": "pass_glm", "score_bound": 3, "clip_norm": 1}, "to clip, one needs the records"),
         ({"kind": "softmax"}, "classes"),

@@ -85,7 +85,7 @@ def _advice(folder: Path | None) -> str:
     try:
         if folder is not None and not folder.exists():
             place_of(str(folder), "FOLDER")
-            return f"there is no such folder; of the coordinator at that address asks --coordinator {folder}"
+            return f"there is no such folder; to ask a coordinator at that address, give --coordinator {folder}"
     except SpecError:
         pass
     return "`sottovoce up` writes services.json there while one is"
