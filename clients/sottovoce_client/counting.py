@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce_client.backends import Mapper
+from sottovoce_client.scratch import scratch
 
 _TOLD_S = 0.1
 """A piece says how far it is once in so long: what tells it every millisecond is not slowed down."""
@@ -35,15 +35,19 @@ def counted(mapper: Mapper, size: Callable[[Any], int], count: Count) -> Mapper:
 
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         sizes = [size(piece) for piece in pieces]
-        with tempfile.TemporaryDirectory(prefix="sottovoce-") as folder:
-            path = Path(folder, "done")
-            path.write_bytes(bytes(_SHARE.size * len(pieces)))
+        with contextlib.ExitStack() as files:
+            try:
+                path = files.enter_context(scratch("sottovoce-count-")) / "done"
+                path.write_bytes(bytes(_SHARE.size * len(pieces)))
+            except OSError:  # work does not depend on whether it can be counted
+                yield from mapper(work, pieces)
+                return
+            files.enter_context(_watched(path, sizes, count))
             tells = [_Tell(path, k) for k in range(len(pieces))]
-            with _watched(path, sizes, count):
-                told = [replace(piece, tell=tell) for piece, tell in zip(pieces, tells, strict=True)]
-                for tell, result in zip(tells, mapper(work, told), strict=True):
-                    tell(1.0)
-                    yield result
+            told = [replace(piece, tell=tell) for piece, tell in zip(pieces, tells, strict=True)]
+            for tell, result in zip(tells, mapper(work, told), strict=True):
+                tell(1.0)
+                yield result
 
     return over
 
@@ -77,8 +81,9 @@ def _watched(path: Path, sizes: Sequence[int], count: Count) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
-        shares = [share for (share,) in _SHARE.iter_unpack(path.read_bytes())]
-        count(int(sum(share * size for share, size in zip(shares, sizes, strict=True))), sum(sizes))
+        with contextlib.suppress(OSError):  # somebody has tidied up
+            shares = [share for (share,) in _SHARE.iter_unpack(path.read_bytes())]
+            count(int(sum(share * size for share, size in zip(shares, sizes, strict=True))), sum(sizes))
 
     def watch() -> None:
         while not over.wait(_LOOKED_S):

@@ -61,6 +61,23 @@ def test_a_piece_may_tell_when_nobody_counts_any_more() -> None:
     assert not Path(kept[0]._path).exists()  # type: ignore[attr-defined]
 
 
+def test_work_does_not_depend_on_whether_it_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    told: list[int] = []
+    over = counted(map, lambda piece: piece.size, lambda done, of: told.append(done))
+    assert list(over(lambda piece: piece.size, [Piece(1), Piece(2)])) == [1, 2] and told == []
+
+    def tidy(piece: Piece) -> int:
+        for each in tmp_path.rglob("done"):
+            each.unlink()
+        piece.tell(0.5)
+        return piece.size
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert list(over(tidy, [Piece(1), Piece(2)])) == [1, 2] and set(told) == {0}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failure_ends_counting_and_is_the_callers() -> None:
     def work(piece: Piece) -> None:
         raise ValueError("so it is")
