@@ -39,6 +39,7 @@ from sottovoce.errors import SottovoceError
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.service import CoordinatorConfig, serve
+from sottovoce_coordinator.starting import MOST_LEARNERS
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -342,6 +343,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.learners = options.learners or list(LEARNERS)
     if min(options.learners) < 3 or options.hosts < 1:
         parser.error("there must be at least 3 learners, and one host")
+    if (most := max(options.learners)) > MOST_LEARNERS:
+        parser.error(f"a run has at most {MOST_LEARNERS:,} learners, got {most:,}")
     return options
 
 

@@ -102,3 +102,13 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept"
 
     nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+
+
+async def test_more_learners_than_a_run_has_are_refused_by_their_benchmark_in_words() -> None:
+    script = CHECKOUT / "benchmarks" / "hosting.py"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, script, "2000", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, said = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    assert said.decode().endswith("a run has at most 1,024 learners, got 2,000\n")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import threading
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -21,6 +25,8 @@ Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 """As `map`: works on pieces, one after the other or side by side; results come in order."""
 
 _CONNECT_S = 20
+_LOOK_S = 0.2
+"""Between two looks of a worker, whether whoever started it is still there."""
 _TRIES = 3
 """Of a piece on Ray whose worker dies."""
 _AHEAD = 4
@@ -68,26 +74,52 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
     if jobs == 1:
         yield map
         return
-    joblib = import_extra("joblib", "joblib", "several jobs at a time")
+    joblib, parent = import_extra("joblib", "joblib", "several jobs at a time"), os.getpid()
 
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
         if len(pieces) < 2:  # not worth starting processes for
             return map(work, pieces)
-        resource_tracker.ensure_running()  # joblib needs it, and up to Python 3.11 starting it ends the deafness
-        with _deaf_to_ctrl_c():
-            results: Iterator[Any] = joblib.Parallel(return_as="generator")(
-                joblib.delayed(work)(piece) for piece in pieces
+        with _deaf():
+            resource_tracker.ensure_running()  # joblib needs it, and up to Python 3.11 starting it ends the deafness
+        with _deaf():
+            results = joblib.Parallel(return_as="generator")(
+                joblib.delayed(_done_for)(parent, work, piece) for piece in pieces
             )
-        return results
+        begun.callback(_ended, results)
+        return iter(results)
 
-    with joblib.parallel_config("loky", n_jobs=jobs):
+    with joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as begun:
         yield over
 
 
+def _done_for(parent: int, work: Callable[[Any], Any], piece: Any) -> Any:
+    _end_with(parent)
+    return work(piece)
+
+
+@functools.cache
+def _end_with(parent: int) -> None:
+    """In a worker: it ends when whoever started it is gone, however that ended, in the middle of a piece, too."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _ended(results: Generator[Any]) -> None:
+    """Nobody waits for these any more: whatever still works on them is killed."""
+    with warnings.catch_warnings(action="ignore"):  # that they were not all taken
+        results.close()
+
+
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started meanwhile never hear it: whoever started them ends them, without a traceback of each."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _deaf() -> Iterator[None]:
+    """Processes that are started meanwhile never hear Ctrl-C, nor that their terminal is closed: whoever started them ends them,
+    without a traceback of each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+from types import FrameType
+
+_UNTOUCHED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+"""What asks a command to end, as Python begins with it. A shell's background job ignores Ctrl-C, what nohup starts SIGHUP."""
 
 
 def settle() -> None:
@@ -18,20 +22,35 @@ def settle() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no use to a person
 
 
-def _leave(*_: object) -> None:
+def _leave(number: int, _: FrameType | None) -> None:
     """What Ctrl-C does while a command is imported: an exception there would come out of any module, in any form."""
     os.write(2, b"sottovoce: interrupted\n")
-    os._exit(130)
+    os._exit(128 + number)
 
 
 def main() -> None:
-    """The command `sottovoce`."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
-    if heeded:  # while there is nothing yet that could end well, Ctrl-C just ends it
-        signal.signal(signal.SIGINT, _leave)
+    """The command `sottovoce`. SIGTERM and SIGHUP, of a terminal that is closed, end it as Ctrl-C does, unless it says otherwise."""
+    heeded = [number for number, before in _UNTOUCHED.items() if signal.getsignal(number) == before]
+    for number in heeded:  # while there is nothing yet that could end well, they just end it
+        signal.signal(number, _leave)
     settle()
     from sottovoce_client.cli import main as command
 
-    if heeded:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    command()
+    told = list[int]()
+
+    def as_ctrl_c(number: int, frame: FrameType | None) -> None:
+        if told:  # a closed terminal says it twice, and so does `timeout`: that must not cut short how it ends
+            return
+        told.append(number)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.default_int_handler(number, frame)
+        signal.raise_signal(signal.SIGINT)
+
+    for number in heeded:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else as_ctrl_c)
+    try:
+        command()
+    except SystemExit as ended:
+        if told and ended.code == 128 + signal.SIGINT:
+            raise SystemExit(128 + told[0]) from None
+        raise

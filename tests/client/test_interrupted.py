@@ -1,20 +1,26 @@
-"""Ctrl-C ends a command in a line and with exit code 130, whenever it comes; and bars show how far what takes long is."""
+"""Ctrl-C, SIGTERM and SIGHUP end a command in a line, with all that works for it, whenever they come; and bars show how far what takes long is."""
 
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sottovoce.errors import SpecError
 from sottovoce.running.metrics import Metrics
 from sottovoce_client import terminal
 from sottovoce_client.backends import mapper_over
@@ -27,13 +33,24 @@ import os, signal, sys
 class Interrupting:
     def find_spec(self, name, *_):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever starts the tests may have it ignored
+            os.kill(os.getpid(), signal.{number})
+            os.kill(os.getpid(), signal.{number})  # as `timeout` does; it does not cut short how it ends
+for number in (signal.SIGTERM, signal.SIGHUP):  # whatever starts the tests may have them ignored, or caught
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.{ctrl_c})
 sys.meta_path.insert(0, Interrupting())
 sys.argv = ["sottovoce", *{words!r}]
 from sottovoce_client.entry import main
 main()
 """
+
+HEEDING = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever starts the tests may have it ignored
+from sottovoce_client.entry import main
+main()
+"""
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -91,9 +108,36 @@ def test_what_came_of_an_interrupt_is_known_by_its_cause(spec: str, monkeypatch:
     ],
 )
 def test_so_does_what_is_still_imported(module: str, words: list[str], spec: str, tmp_path: Path) -> None:
-    code = WHILE_IMPORTED.format(module=module, words=[spec if word == "SPEC" else word for word in words])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", LINE)
+    assert told_while_imported(module, words, spec, tmp_path) == (130, "", LINE)
+
+
+@pytest.mark.parametrize("ctrl_c", ["default_int_handler", "SIG_IGN"])  # as in a shell's background job
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("sottovoce_client.cli.pki", ["--help"]), ("scipy.optimize", ["simulate", "SPEC", "--out", "o"])],
+    ids=["starting", "working"],
+)
+def test_other_signals_end_it_as_ctrl_c_does(
+    module: str, words: list[str], number: str, code: int, ctrl_c: str, spec: str, tmp_path: Path
+) -> None:
+    assert told_while_imported(module, words, spec, tmp_path, number, ctrl_c) == (code, "", LINE)
+    assert [each.name for each in tmp_path.iterdir()] == ["small.yaml"]
+
+
+def told_while_imported(
+    module: str,
+    words: list[str],
+    spec: str,
+    folder: Path,
+    number: str = "SIGINT",
+    ctrl_c: str = "default_int_handler",
+) -> tuple[int, str, str]:
+    """Exit code, standard output and error of a command that is told to end when it imports this."""
+    own = [spec if word == "SPEC" else word for word in words]
+    code = WHILE_IMPORTED.format(module=module, words=own, number=number, ctrl_c=ctrl_c)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_workers_do_not_hear_it_and_whoever_started_them_does() -> None:
@@ -101,6 +145,84 @@ def test_workers_do_not_hear_it_and_whoever_started_them_does() -> None:
         blocked = list(mapper(partial(signal.pthread_sigmask, signal.SIG_BLOCK), [()] * 4))
     assert all(signal.SIGINT in each for each in blocked)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+SLEEPERS = """
+import time
+from sottovoce_client.backends import mapper_over
+with mapper_over("processes", 2) as mapper:
+    list(mapper(time.sleep, [10_000] * 4))
+"""
+
+
+def test_whatever_works_for_a_command_ends_with_it(spec: str, tmp_path: Path) -> None:
+    """Its terminal is closed."""
+    out = tmp_path / "o"
+    words = ["audit", spec, "--runs", "1000000", "--jobs", "2", "--out", str(out)]
+    with child(HEEDING, *words) as process:
+        workers = workers_of(process)
+        process.send_signal(signal.SIGHUP)
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, said) == (129, LINE)
+        assert not psutil.wait_procs(workers, PATIENCE_S)[1]
+    assert not out.exists()
+
+
+def test_and_also_where_it_is_killed() -> None:
+    with child(SLEEPERS) as process:
+        workers = workers_of(process)
+        process.kill()
+        assert not psutil.wait_procs(workers, PATIENCE_S)[1]
+
+
+def test_and_where_its_own_work_fails() -> None:
+    """What is not waited for any more does not go on."""
+
+    def fail() -> None:
+        with mapper_over("processes", 2) as mapper:
+            results = mapper(_slept, [0.0, 10_000.0, 10_000.0])
+            workers.append(psutil.Process(next(results)))
+            raise SpecError("no")
+
+    workers: list[psutil.Process] = []
+    with pytest.raises(SpecError, match="no"):
+        fail()
+    assert not psutil.wait_procs(workers, PATIENCE_S)[1]
+
+
+def _slept(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+@contextmanager
+def child(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python of its own, whose terminal may be closed; killed at the end, with all that it started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that work for it, once there are two."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        started = psutil.Process(process.pid).children(recursive=True)
+        if len(found := [each for each in started if "popen_loky" in " ".join(each.cmdline())]) == 2:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("nobody works for it")
 
 
 # ---- bars ------------------------------------------------------------------------------------------------------------

@@ -93,23 +93,24 @@ def test_a_number_is_within_its_limits_or_refused(name: str, command: Any, optio
     assert least <= taken <= most and taken == float(given)
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGHUP"])
+def test_who_ignores_it_goes_on_to_while_the_command_starts(number: str, tmp_path: Path) -> None:
+    """As jobs do that a shell has put into the background, and what nohup has started."""
+    (tmp_path / "typer.py").write_text(
+        f"import os, signal\nos.kill(os.getpid(), signal.{number})\nexit(7)\n", encoding="utf-8"
+    )
+    ignoring = f"import signal\nsignal.signal(signal.{number}, signal.SIG_IGN)\n"
+    (tmp_path / "start.py").write_text(f"{ignoring}from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_ctrl_c_before_there_is_anything_to_end_ends_it_in_a_line(tmp_path: Path) -> None:
     """A module that is imported while the command starts asks for it: no traceback, whatever the moment."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
     (tmp_path / "start.py").write_text("from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
     done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "sottovoce: interrupted\n")
-
-
-def test_who_ignores_ctrl_c_goes_on_to_while_the_command_starts(tmp_path: Path) -> None:
-    """As jobs do that a shell has put into the background."""
-    (tmp_path / "typer.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nexit(7)\n", encoding="utf-8"
-    )
-    ignoring = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    (tmp_path / "start.py").write_text(f"{ignoring}from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (7, "")
 
 
 def test_what_needs_more_memory_than_there_is_says_so(

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Experiment, load
-from sottovoce.running.transcript import read_noise, read_transcript
+from sottovoce.running.transcript import TranscriptWriter, read_noise, read_transcript
 from sottovoce.spec import dump_spec
 from sottovoce_client.cli import app
 from sottovoce_client.documents import new_file
@@ -260,6 +260,31 @@ def test_whoever_needs_what_was_left_out_says_how_to_get_it(spec: Path, tmp_path
         done = CliRunner().invoke(app, [*map(str, words[:at]), str(tmp_path / "o"), *map(str, words[at:])])
         assert isinstance(done.exception, SottovoceError)
         assert needed in str(done.exception)
+
+
+def test_more_replicas_than_a_simulation_takes_are_refused_before_anything_is_said_or_written(
+    spec: Path, tmp_path: Path
+) -> None:
+    done = ran(spec, "--out", tmp_path / "o", "--replicas", 10**7)
+    assert str(done.exception).startswith("a simulation holds at most 134217728 numbers, and 3 learners in 10000000")
+    assert done.output == "" and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SpecError])
+def test_where_a_simulation_ended_early_another_one_may_write(
+    how: type[BaseException], spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> None:
+        raise how
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(TranscriptWriter, "write", cut)
+    for folder in ("there", "made/here"):
+        assert ran(spec, "--out", tmp_path / folder).exit_code != 0
+    assert not list((tmp_path / "there").iterdir()) and not (tmp_path / "made").exists()
+    monkeypatch.undo()
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**SMALL, "rounds": 5}), "utf-8")
+    assert ran(tmp_path / "other.yaml", "--out", tmp_path / "there").exit_code == 0
 
 
 # ---- what is not complete --------------------------------------------------------------------------------------------

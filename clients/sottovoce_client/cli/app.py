@@ -38,7 +38,8 @@ def _ending_in_a_line() -> Iterator[None]:
         if not _of_ctrl_c(error):
             raise
         warnings.simplefilter("ignore")  # of what is cut short
-        print(INTERRUPTED, end="", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            print(INTERRUPTED, end="", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
 
 

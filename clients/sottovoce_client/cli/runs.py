@@ -173,7 +173,8 @@ def simulate(
         typer.Option(
             min=1,
             max=MOST,
-            help="Independent repetitions, side by side. Each has the noise of its index: the first of 4 is that of 1 alone.",
+            help="Independent repetitions, side by side. Each has the noise of its index: the first of 4 is that of 1 alone. "
+            "Times learners, times numbers of a model, they are 2^27 at most.",
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
@@ -199,6 +200,7 @@ def simulate(
     How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
     """
     from sottovoce.experiment import load
+    from sottovoce.running.simulator import require_bounded
     from sottovoce.spec import dump_spec
     from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
@@ -206,6 +208,7 @@ def simulate(
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
     experiment, asked = load(spec), formats(export)
+    require_bounded(experiment.run, replicas)
     kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
     Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def simulate_to(
     next(
         rounds_of(experiment.run, experiment.records, SeededNoise(0))
     )  # what is refused in its first round leaves no files
-    write_text(folder / "spec.yaml", dump_spec(spec, folder))
-    with ExitStack() as files:
+    drafts = [folder / f"{name}.parquet.partial" for name in ("transcript", "decisions", "models", "noise")]
+    with _or_none(drafts), ExitStack() as files:
 
         def writer(name: str) -> TranscriptWriter | None:
             if name not in write:
@@ -109,6 +109,7 @@ def simulate_to(
         done = simulate(experiment, replicas, metrics="metrics" in write, noise=recorder or source, progress=took)
         for file in filter(None, (decided, final)):
             file.write(spec.rounds, "decision", done.decisions)
+    write_text(folder / "spec.yaml", dump_spec(spec, folder))  # now that there is something that it is of
     of = f"{plural(spec.rounds, 'round')} of {plural(spec.n_learners, 'learner')}"
     print(f"{of}, {plural(replicas, 'replica')}: {folder}")
     if noise is None:  # recorded noise promises nothing
@@ -121,6 +122,17 @@ def simulate_to(
         write_json(folder / "metrics.json", means(done.curves))
         print_metrics(done.curves)
     return done
+
+
+@contextmanager
+def _or_none(drafts: Sequence[Path]) -> Iterator[None]:
+    """Where an error or Ctrl-C ends the block, these files go: nobody has use for a part of what a command can make again."""
+    try:
+        yield
+    except BaseException:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def promise(experiment: Experiment) -> str:

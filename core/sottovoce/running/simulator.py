@@ -62,11 +62,7 @@ def simulate(
         DataError: a learner has records in a round in which it is away.
         SpecError: it would take too much memory; or the algorithm's first message is not what it must be.
     """
-    if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MOST_NUMBERS:
-        text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
-        raise SpecError(
-            f"a simulation holds at most {MOST_NUMBERS} numbers, and {text} are {numbers}: take fewer replicas"
-        )
+    require_bounded(run, replicas)
     _keep_what_is_freed()
     roster, late, always = run.spec.roster, run.late, not run.spec.absences
     require_no_records(data, roster, run.spec.rounds)
@@ -99,6 +95,19 @@ def simulate(
         if there is not None:
             message = unsaid(message, there)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
+
+
+def require_bounded(run: Run, replicas: int) -> None:
+    """So many replicas of a run are no more than a simulation takes.
+
+    Raises:
+        SpecError: they are.
+    """
+    if (numbers := run.spec.n_learners * replicas * run.algorithm.dim) > MOST_NUMBERS:
+        text = f"{run.spec.n_learners} learners in {replicas} replicas with {run.algorithm.dim} numbers each"
+        raise SpecError(
+            f"a simulation holds at most {MOST_NUMBERS} numbers, and {text} are {numbers}: take fewer replicas"
+        )
 
 
 def _keep_what_is_freed() -> None:
