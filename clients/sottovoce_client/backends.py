@@ -117,8 +117,7 @@ def _ended(results: Generator[Any]) -> None:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that are started meanwhile never hear Ctrl-C, nor that their terminal is closed: whoever started them ends them,
-    without a traceback of each."""
+    """Processes that are started meanwhile hear neither Ctrl-C nor a closed terminal: whoever started them ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield

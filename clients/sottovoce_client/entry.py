@@ -29,7 +29,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def main() -> None:
-    """The command `sottovoce`. SIGTERM and SIGHUP, of a terminal that is closed, end it as Ctrl-C does, unless it says otherwise."""
+    """The command `sottovoce`. SIGTERM and SIGHUP end it as Ctrl-C does, unless it has a handler of its own."""
     heeded = [number for number, before in _UNTOUCHED.items() if signal.getsignal(number) == before]
     for number in heeded:  # while there is nothing yet that could end well, they just end it
         signal.signal(number, _leave)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command in a line, with all that works for it, whenever they come; and bars show how far what takes long is."""
+"""Signals end a command in a line, with all that works for it, whenever they come; and bars show how far what takes long is."""
 
 from __future__ import annotations
 
@@ -180,19 +180,15 @@ def test_and_where_its_own_work_fails() -> None:
 
     def fail() -> None:
         with mapper_over("processes", 2) as mapper:
-            results = mapper(_slept, [0.0, 10_000.0, 10_000.0])
-            workers.append(psutil.Process(next(results)))
+            results = mapper(time.sleep, [0, 10_000, 10_000])
+            next(results)
+            workers.extend(started_by(os.getpid()))
             raise SpecError("no")
 
     workers: list[psutil.Process] = []
     with pytest.raises(SpecError, match="no"):
         fail()
-    assert not psutil.wait_procs(workers, PATIENCE_S)[1]
-
-
-def _slept(seconds: float) -> int:
-    time.sleep(seconds)
-    return os.getpid()
+    assert workers and not psutil.wait_procs(workers, PATIENCE_S)[1]
 
 
 @contextmanager
@@ -218,11 +214,19 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()
-        started = psutil.Process(process.pid).children(recursive=True)
-        if len(found := [each for each in started if "popen_loky" in " ".join(each.cmdline())]) == 2:
+        if len(found := started_by(process.pid)) == 2:
             return found
         time.sleep(0.05)
     raise AssertionError("nobody works for it")
+
+
+def started_by(process: int) -> list[psutil.Process]:
+    """The workers of a process."""
+    found = []
+    for each in psutil.Process(process).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [each] * ("popen_loky" in " ".join(each.cmdline()))
+    return found
 
 
 # ---- bars ------------------------------------------------------------------------------------------------------------
