@@ -28,6 +28,18 @@ def _leave(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def _interrupt() -> None:
+    """As if Ctrl-C had come. To a loop it comes between two steps: uvloop hears twice what is raised while it hears another."""
+    import asyncio
+
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        signal.raise_signal(signal.SIGINT)
+    else:
+        loop.call_soon_threadsafe(signal.raise_signal, signal.SIGINT)
+
+
 def main() -> None:
     """The command `sottovoce`. SIGTERM and SIGHUP end it as Ctrl-C does, unless it has a handler of its own."""
     heeded = [number for number, before in _UNTOUCHED.items() if signal.getsignal(number) == before]
@@ -44,7 +56,7 @@ def main() -> None:
         told.append(number)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             signal.default_int_handler(number, frame)
-        signal.raise_signal(signal.SIGINT)
+        _interrupt()
 
     for number in heeded:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else as_ctrl_c)

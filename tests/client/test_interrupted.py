@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -25,6 +26,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce_client import terminal
 from sottovoce_client.backends import mapper_over
 from sottovoce_client.cli import app
+from sottovoce_client.running.launch import run_async
 
 LINE = "sottovoce: interrupted\n"
 SPEC: dict[str, Any] = {"rounds": 6, "learners": 3, "algorithm": "ldp-dol", "data": {"source": "breast_cancer"}}
@@ -189,6 +191,28 @@ def test_and_where_its_own_work_fails() -> None:
     with pytest.raises(SpecError, match="no"):
         fail()
     assert workers and not psutil.wait_procs(workers, PATIENCE_S)[1]
+
+
+def test_a_service_whose_terminal_is_closed_drains_however_often_it_is_told() -> None:
+    with child(HEEDING, "coordinator", "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        assert '"service": "coordinator"' in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+
+
+def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
+    async def work(_: asyncio.Event) -> str:
+        return "done"
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        assert run_async(work) == "done"
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -128,4 +128,8 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
         except asyncio.CancelledError:
             raise Interrupted("told to stop twice: ended at once") from None
 
-    return asyncio.run(main())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGTERM, before)  # a loop leaves that of the system
