@@ -85,7 +85,7 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
             results = joblib.Parallel(return_as="generator")(
                 joblib.delayed(_done_for)(parent, work, piece) for piece in pieces
             )
-        begun.callback(_ended, results)
+            begun.callback(_ended, results)
         return iter(results)
 
     with joblib.parallel_config("loky", n_jobs=jobs), contextlib.ExitStack() as begun:

@@ -150,10 +150,13 @@ def test_workers_do_not_hear_it_and_whoever_started_them_does() -> None:
 
 
 SLEEPERS = """
-import time
+import os, time
 from sottovoce_client.backends import mapper_over
+def work(seconds):
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(seconds)
 with mapper_over("processes", 2) as mapper:
-    list(mapper(time.sleep, [10_000] * 4))
+    list(mapper(work, [10_000] * 4))
 """
 
 
@@ -172,7 +175,8 @@ def test_whatever_works_for_a_command_ends_with_it(spec: str, tmp_path: Path) ->
 
 def test_and_also_where_it_is_killed() -> None:
     with child(SLEEPERS) as process:
-        workers = workers_of(process)
+        assert process.stdout is not None
+        workers = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
         process.kill()
         assert not psutil.wait_procs(workers, PATIENCE_S)[1]
 
