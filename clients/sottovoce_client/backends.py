@@ -93,7 +93,8 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
 
 
 def _done_for(parent: int, work: Callable[[Any], Any], piece: Any) -> Any:
-    _end_with(parent)
+    if os.getpid() != parent:  # where joblib may start none, it works here
+        _end_with(parent)
     return work(piece)
 
 
@@ -106,7 +107,7 @@ def _end_with(parent: int) -> None:
             time.sleep(_LOOK_S)
         os._exit(1)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=look, name="parent", daemon=True).start()
 
 
 def _ended(results: Generator[Any]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 from sottovoce.errors import SpecError
 from sottovoce.running.metrics import Metrics
 from sottovoce_client import terminal
-from sottovoce_client.backends import mapper_over
+from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app
 from sottovoce_client.running.launch import run_async
 
@@ -217,6 +218,11 @@ def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_where_no_workers_may_be_started_the_process_that_works_itself_goes_on() -> None:
+    assert _done_for(os.getpid(), str, 1) == "1"
+    assert all(each.name != "parent" for each in threading.enumerate())
 
 
 @contextmanager
