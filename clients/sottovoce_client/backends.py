@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 from sottovoce.data.files import import_extra
@@ -83,7 +84,7 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
             resource_tracker.ensure_running()  # joblib needs it, and up to Python 3.11 starting it ends the deafness
         with _deaf():
             results = joblib.Parallel(return_as="generator")(
-                joblib.delayed(_done_for)(parent, work, piece) for piece in pieces
+                joblib.delayed(_done_for)(parent, Path.cwd(), work, piece) for piece in pieces
             )
             begun.callback(_ended, results)
         return iter(results)
@@ -92,9 +93,11 @@ def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
         yield over
 
 
-def _done_for(parent: int, work: Callable[[Any], Any], piece: Any) -> Any:
+def _done_for(parent: int, folder: Path, work: Callable[[Any], Any], piece: Any) -> Any:
+    """In a worker, which may have worked for the same parent before, in another folder."""
     if os.getpid() != parent:  # where joblib may start none, it works here
         _end_with(parent)
+        os.chdir(folder)
     return work(piece)
 
 

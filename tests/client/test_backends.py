@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,13 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(SpecError, match=r"pip install 'sottovoce\[dask\]'"), mapper_over("dask", 2):
         pass
+
+
+def test_workers_that_are_used_again_work_in_the_folder_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with mapper_over("processes", 2) as over:
+            assert set(over(Path.absolute, [Path()] * 4)) == {tmp_path / name}

@@ -221,7 +221,7 @@ def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
 
 
 def test_where_no_workers_may_be_started_the_process_that_works_itself_goes_on() -> None:
-    assert _done_for(os.getpid(), str, 1) == "1"
+    assert _done_for(os.getpid(), Path.cwd(), str, 1) == "1"
     assert all(each.name != "parent" for each in threading.enumerate())
 
 
