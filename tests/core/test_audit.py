@@ -442,6 +442,14 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
     assert varying(number_views(np.zeros((5, 2, 2)))) == {}
 
 
+def test_numbers_that_are_nearly_all_zero_are_looked_at_without_an_overflow() -> None:
+    """Beside a spread of nothing any number is infinite."""
+    said = np.zeros((5, 2, 3))
+    said[0, 0, 0], said[1, 1, 2] = 1e300, -7.0
+    relative = number_views(said)["values"].reshape(5, 2, 6)[..., 3:]
+    np.testing.assert_array_equal(relative, np.sign(said))
+
+
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 

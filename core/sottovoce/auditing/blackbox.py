@@ -38,8 +38,10 @@ def number_views(said: FloatArray) -> dict[str, FloatArray]:
     low = (bits & np.uint64(0xFFFF)).astype(np.float64)
     trailing = np.bitwise_count((bits & (~bits + np.uint64(1))) - np.uint64(1)).astype(np.float64)
     flags = [(said == 0.0).astype(np.float64), (said[:, 1:] == said[:, :-1]).astype(np.float64)]
+    with np.errstate(over="ignore"):  # infinite where nearly all are 0, and clipped
+        relative = np.clip(said / spread, -20.0, 20.0)
     found = {
-        "values": np.concatenate([said, np.tanh(np.clip(said / spread, -20.0, 20.0))], axis=2),
+        "values": np.concatenate([said, np.tanh(relative)], axis=2),
         "low bits": np.concatenate([low, trailing], axis=2),
         "repeats": np.concatenate(flags, axis=1),
         "lengths": np.count_nonzero(said, axis=2).astype(np.float64)[..., None],
