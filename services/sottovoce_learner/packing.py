@@ -139,9 +139,8 @@ class _Writing:
             raise Unpackable("a state must be made of numbers, got an array of objects")
         # A product of matrices may round by their order in memory.
         turned = isinstance(value, np.ndarray) and value.flags.f_contiguous and not value.flags.c_contiguous
-        raw = (
-            np.ravel(value, order="F" if turned else "C").view(np.uint8).data
-        )  # the array's own memory, where that is one piece
+        # The array's own memory, where that is one piece: a copy of a large state may not fit beside it.
+        raw = np.ravel(value, order="F" if turned else "C").view(np.uint8).data
         kind = "n" if isinstance(value, np.generic) else "F" if turned else "C"
         return {"a": self._kept(raw), "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
 

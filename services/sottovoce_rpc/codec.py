@@ -88,9 +88,8 @@ class RoundCodec:
             (name, shape, *ends_of) for (name, shape), ends_of in zip(self.shapes.items(), ends, strict=True)
         ]
         self._count = sum(sizes)
-        self._only = (
-            next(iter(self.shapes)) if list(self.shapes.values()) == [(self._count,)] else None
-        )  # nothing to cut
+        # A single vector, as of most algorithms, need not be cut out.
+        self._only = next(iter(self.shapes)) if list(self.shapes.values()) == [(self._count,)] else None
         before_values = _VALUES + _varint(8 * self._count)
         inside = len(_ROUND) + 8 + len(_SENDER) + 4 + len(before_values) + 8 * self._count
         before_round = _MESSAGE + _varint(inside) + _ROUND

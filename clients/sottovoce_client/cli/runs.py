@@ -200,7 +200,7 @@ def simulate(
     How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
     """
     from sottovoce.experiment import load
-    from sottovoce.running.simulator import require_bounded
+    from sottovoce.running.simulator import require_size
     from sottovoce.spec import dump_spec
     from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
@@ -208,7 +208,7 @@ def simulate(
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
     experiment, asked = load(spec), formats(export)
-    require_bounded(experiment.run, replicas)
+    require_size(experiment.run, replicas)
     kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
     Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))

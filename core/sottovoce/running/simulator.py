@@ -62,7 +62,7 @@ def simulate(
         DataError: a learner has records in a round in which it is away.
         SpecError: it would take too much memory; or the algorithm's first message is not what it must be.
     """
-    require_bounded(run, replicas)
+    require_size(run, replicas)
     _keep_what_is_freed()
     roster, late, always = run.spec.roster, run.late, not run.spec.absences
     require_no_records(data, roster, run.spec.rounds)
@@ -97,7 +97,7 @@ def simulate(
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 
 
-def require_bounded(run: Run, replicas: int) -> None:
+def require_size(run: Run, replicas: int) -> None:
     """So many replicas of a run are no more than a simulation takes.
 
     Raises:
