@@ -17,7 +17,7 @@ import nox
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
-LOWEST = ["-m", "not slow and not long and not browser and not rates", *QUICK[2:]]
+LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
 LOCKS = {

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -25,6 +26,9 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 PATIENCE_S = 60.0
+LEFT_OUT = ("long", "container", "browser", "external", "statistics", "slow")
+"""Markers of tests that run only when they are asked for; a test counts under the first that it has."""
+COUNTS = pytest.StashKey[Counter[str]]()
 KEPT_BY_LIBRARIES = 32
 """Descriptors that one module may make libraries open for good: a loop of gRPC's has three, Ray's client some twenty."""
 
@@ -50,6 +54,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen.add(name)
     config.hook.pytest_deselected(items=again)
     items[:] = kept
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count the tests that the default `-m` leaves out, by marker."""
+    for item in items:
+        found = next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), None)
+        if found is not None:
+            item.config.stash.setdefault(COUNTS, Counter())[found] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # pytest-xdist: tests are collected by workers alone
+    if output is not None:
+        output["left_out"] = dict(session.config.stash.get(COUNTS, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the counts of a worker: every worker collects all tests."""
+    node.config.stash[COUNTS] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which tests were left out by default, and how to run them."""
+    counts = config.stash.get(COUNTS, Counter())
+    if counts and config.option.markexpr in config.getini("addopts"):
+        names = ", ".join(f"{counts[mark]} {mark}" for mark in LEFT_OUT if counts[mark])
+        terminalreporter.write_line(
+            f"Left out: {names}. To run all but long ones: nox -s full, or pytest -m 'not long'"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -29,7 +29,10 @@ def found(plan: AuditPlan, backend: Backend, jobs: int) -> Findings:
         return core.audit_simulated(plan, mapper=mapper).found
 
 
-@pytest.mark.parametrize("backend", ["processes", "dask", "ray"])
+@pytest.mark.parametrize(
+    "backend",
+    ["processes", pytest.param("dask", marks=pytest.mark.external), pytest.param("ray", marks=pytest.mark.external)],
+)
 def test_what_is_found_does_not_depend_on_who_works(plan: AuditPlan, backend: Backend) -> None:
     if backend != "processes":
         pytest.importorskip(

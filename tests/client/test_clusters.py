@@ -91,6 +91,7 @@ def squared(where: tuple[int, Path]) -> int:
     return number * number
 
 
+@pytest.mark.external
 @pytest.mark.slow
 def test_a_worker_that_dies_is_no_loss(cluster: str, tmp_path: Path) -> None:
     with mapper_over(cluster) as mapper:
@@ -106,6 +107,7 @@ def _of_this_module(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return work
 
 
+@pytest.mark.external
 @pytest.mark.slow
 def test_a_sweep_gives_the_same_table_wherever_it_is_worked_on(cluster: str) -> None:
     experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")

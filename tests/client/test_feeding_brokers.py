@@ -16,6 +16,8 @@ from tests.client import test_feeding_nats as nats
 from tests.client.test_feeding import command, ended, kept_positions, learned_some
 from tests.client.test_live_learner import RECORD, SCHEMA, ann_in, learned, spec_of
 
+pytestmark = pytest.mark.external
+
 FIRST, ALL = 40, 80
 CLOCK = {"mode": "paced", "period_s": 0.1, "deadline_s": 100.0}  # few rounds, so that the log holds all of them
 

@@ -167,6 +167,8 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
 APART = """
 import sys
 from tests.client.test_feeding_kafka import Brokers
+
+pytestmark = pytest.mark.external
 brokers = Brokers()
 print(brokers.port, flush=True)
 for line in sys.stdin:

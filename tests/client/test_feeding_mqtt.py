@@ -21,6 +21,8 @@ from sottovoce_client.feeding.source import Unreadable
 from sottovoce_client.feeding.unacknowledged import Unacknowledged
 from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, until
 
+pytestmark = pytest.mark.external
+
 paho = pytest.importorskip("paho.mqtt.client")
 
 ANN = {"user": "ann", "password": "right"}

@@ -20,7 +20,10 @@ from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again
 nats = pytest.importorskip("nats")
 
 # The library leaves sockets to the garbage collector where connecting fails, and before version 2.16 where a server is gone.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.external,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @asynccontextmanager

@@ -17,6 +17,8 @@ from sottovoce_client.feeding.redis import id_of, open_redis, position_of
 from sottovoce_client.feeding.source import Unreadable
 from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, until
 
+pytestmark = pytest.mark.external
+
 redis = pytest.importorskip("redis.asyncio")
 
 ANN = {"password": "right"}

@@ -149,7 +149,7 @@ def test_shares_add_up_to_one() -> None:
 # ---- under the claim -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_e_values_are_at_most_one_on_average() -> None:
     """Of every bet and of the mixtures. Over 400 runs, five standard errors: failure probability below 1e-4."""
     generator, found = np.random.default_rng(2), []
@@ -164,7 +164,7 @@ def test_e_values_are_at_most_one_on_average() -> None:
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     """That gives the run length. 120 streams of two short blocks, five standard errors: failure probability below 1e-4.
 
@@ -365,7 +365,7 @@ def test_median_rounds_to_alarm(stream: Stream, numbers: int, least: int, most: 
     assert least <= np.median(alarms) <= most
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 @pytest.mark.parametrize(("numbers", "streams", "rounds"), [(1, 40, 80), (100, 15, 100)])
 def test_false_alarms_are_as_rare_as_stated_however_often_one_looks(numbers: int, streams: int, rounds: int) -> None:
     """At alpha = 0.05 two or one of the streams are expected to raise an alarm, at most."""

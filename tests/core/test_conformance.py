@@ -162,7 +162,7 @@ def test_correct_algorithms_pass_and_half_their_noise_does_not(name: str) -> Non
     assert "scale" in names(broken)
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """300 runs. More than 9 alarms at alpha = 0.01 have probability 1e-3; no test's p-values lean to the small ones."""
     run = small_run(rounds=20, learners=2, n_features=5)

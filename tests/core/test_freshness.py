@@ -209,7 +209,7 @@ def fresh(rng: np.random.Generator, shape: tuple[int, int, int, int]) -> Block:
     return block_of(drawn - slips, scale=scale, centre=12345, known=rng.random((*shape[:3], 1)) < 0.97)
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_fresh_noise_is_not_accused() -> None:
     """60 audits of each of seven shapes.
 

@@ -192,7 +192,7 @@ def test_a_replay_that_is_one_off_alarms_nothing() -> None:
     assert likely(found, 100, 0.001) > 1e-4
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
     """About 40 counts, so it fails with probability 4e-5 under a fresh seed."""
     require_right_p_values(Lattice, np.random.default_rng(8))

@@ -187,7 +187,7 @@ def test_the_run_is_named_in_whatever_block_it_came() -> None:
 # ---- correct noise ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
     """About 80 counts, so it fails with probability 1e-4 under a fresh seed."""
     require_right_p_values(Marginal, np.random.default_rng(6))

@@ -36,7 +36,7 @@ def test_more_numbers_show_smaller_errors() -> None:
     assert few[together] == pytest.approx(2 * many[together])
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_an_error_of_the_scale_of_that_size_is_found() -> None:
     """By the formula, in 9 of 10 audits; in fewer than 6 of 12 with probability 1e-4."""
     run = SETUPS["ldp-dol"].build()

@@ -99,7 +99,7 @@ def alarms_of(watch: Watch, rounds: Iterator[list[dict[int, Message]]]) -> list[
 # ---- correct learners ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rates
+@pytest.mark.statistics
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """200 runs, looked at in every round; more alarms than these have probability below 1e-3, if each has alpha."""
     run, data = a_run(3, 6, 2)

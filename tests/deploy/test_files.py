@@ -116,7 +116,7 @@ def test_whatever_is_refused_has_a_row_in_the_documentation() -> None:
         assert f"| {each.what}" in page, each.what
 
 
-@pytest.mark.slow
+@pytest.mark.container
 def test_an_engine_of_our_own_comes_up_and_leaves_nothing(tmp_path: Path) -> None:
     try:
         require_engine()

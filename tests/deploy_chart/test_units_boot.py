@@ -124,7 +124,7 @@ def _issued(own: Path) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.slow
+@pytest.mark.container
 @pytest.mark.usefixtures("bootable")
 def test_a_run_on_the_units_outlives_that_a_learner_is_killed(tmp_path: Path) -> None:
     files, scratch, result = (tmp_path / name for name in ("files", "scratch", "result"))

@@ -270,6 +270,7 @@ async def told(up: Network) -> AsyncIterator[dict[str, str]]:
         yield {"learner": learners, "coordinator": main, "eavesdropper": ear}
 
 
+@pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: prometheus)")
 async def test_prometheus_scrapes_services_and_an_alert_fires(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ from tests.services.network import PATIENCE_S
 from tests.services.test_killed import ended, service
 from tests.stores import BUCKET, Keys, Store, let, s3
 
+pytestmark = pytest.mark.external
+
 PLACE = f"s3://{BUCKET}/ward"
 NAMES = ["ann", "ben", "cleo"]
 PORTION = 64
