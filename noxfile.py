@@ -31,7 +31,7 @@ IMAGES = ["learner", "coordinator", "eavesdropper", "tools"]
 
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["tests"]
+nox.options.sessions = ["full"]
 nox.needs_version = ">=2025.2"
 
 # pyenv's shims stand on the PATH for every version there is, and fail for all but the chosen ones: look behind them.
@@ -53,11 +53,18 @@ def wheel(session: nox.Session) -> str:
     return str(built)
 
 
+@nox.session
+def full(session: nox.Session) -> None:
+    """All tests but those marked `long`, side by side; arguments go to pytest."""
+    session.install(f"{wheel(session)}[audit,river,test]")
+    session.run("pytest", "-m", "not long", "-n", "logical", "--dist", "loadfile", *session.posargs)
+
+
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests, on every Python; arguments go to pytest."""
+    """The tests that `pytest` runs by default, on every Python; arguments go to pytest."""
     session.install(f"{wheel(session)}[audit,river,test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-n", "logical", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
@@ -66,7 +73,7 @@ def lowest(session: nox.Session) -> None:
 
     What is looked for is a use of a library that an older one lacks, or takes otherwise. What a browser makes of a page is
     none: tests marked `browser` stay out, those of how pages are written and served do not. Nor is how rare a false alarm is in
-    hundreds of seeded runs (`rates`): every line of theirs is in other tests, too. In the core, the learner and between
+    hundreds of seeded runs (`statistics`): every line of theirs is in other tests, too. In the core, the learner and between
     services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test there
     runs once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the
     network. All others run whole.
@@ -92,7 +99,7 @@ def torch(session: nox.Session) -> None:
     """
     session.install(f"{wheel(session)}[audit,test]")
     session.install("torch==2.13.0", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-    session.run("pytest", *TORCH_TESTS, *session.posargs)
+    session.run("pytest", "-m", "not long", *TORCH_TESTS, *session.posargs)
 
 
 @nox.session(python=PYTHONS)
@@ -120,7 +127,7 @@ def docs(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """The notebooks of examples/, executed."""
     session.install(f"{wheel(session)}[notebooks,test]")
-    session.run("pytest", "tests/test_examples.py", "-k", "notebook", *session.posargs)
+    session.run("pytest", "-m", "not long", "tests/test_examples.py", "-k", "notebook", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
@@ -248,7 +255,7 @@ def release(session: nox.Session) -> None:
     built = sorted(str(path) for path in folder.glob("sottovoce-*"))
     session.run("twine", "check", "--strict", *built)
     session.install(f"{next(path for path in built if path.endswith('.whl'))}[audit,test]")
-    session.run("pytest")
+    session.run("pytest", "-m", "not long")
     session.run("python", ".ci/release.py", "tag")
     docker = shutil.which("docker")
     if docker and subprocess.run([docker, "version"], check=False, capture_output=True).returncode == 0:  # noqa: S603

@@ -28,7 +28,7 @@ def main() -> int:
         return 1
     environment = {**os.environ, "PYTEST_ADDOPTS": ""}
     code = subprocess.run(
-        ["pytest", "-q", "-o", f"cache_dir={cache}", *failed], env=environment, check=False
+        ["pytest", "-q", "-m", "", "-o", f"cache_dir={cache}", *failed], env=environment, check=False
     ).returncode
     if code == 0:
         print(*(f"UNSTEADY: {name} failed, and passed alone" for name in failed), sep="\n", flush=True)

@@ -73,10 +73,8 @@ def test_plain_lines(plain: tuple[Console, bool]) -> None:
 
     first, start, half = written(console).splitlines()
     assert first == "mushrooms: 3 learners, 500 rounds"
-    assert start == "round 0/500  running  0 rounds/s  accuracy 90.0–92.0 %  epsilon <= 0  0 messages overheard"
-    assert (
-        half == "round 250/500  running  500 rounds/s  accuracy 90.0–92.0 %  epsilon <= 2.5  2,500 messages overheard"
-    )
+    assert start == "round 0/500  running  0 rounds/s  accuracy 90.0–92.0 %  epsilon <= 0  0 messages recorded"
+    assert half == "round 250/500  running  500 rounds/s  accuracy 90.0–92.0 %  epsilon <= 2.5  2,500 messages recorded"
 
 
 def test_the_run_is_named_once_when_it_begins(plain: tuple[Console, bool]) -> None:
@@ -190,7 +188,7 @@ def test_unknown_accuracy_is_left_out() -> None:
         shown.update(replace(look(1), accuracy=(None,) * 3), "running", overheard=1)
 
     assert "accuracy" not in written(console)
-    assert "1 message overheard" in written(console)
+    assert "1 message recorded" in written(console)
 
 
 def test_speed_forgets_a_slow_start() -> None:
@@ -235,7 +233,7 @@ def test_live_display_is_drawn_a_few_times_a_second() -> None:
             clock.now = done / 1_000
             shown.update(look(done, clock.now), "running", overheard=0)
 
-    assert written(console).count("messages overheard") <= 8 + 2  # once more as it ends
+    assert written(console).count("messages recorded") <= 8 + 2  # once more as it ends
 
 
 def test_live_display_fits_the_height_of_the_terminal() -> None:
@@ -269,28 +267,44 @@ def test_summary_fits(width: int, large: bool) -> None:
     ("width", "left_out"),
     [
         (120, ""),
-        (80, "capture’s loss per record"),
-        (60, "capture’s loss per record, paper’s ε"),
+        (70, "loss found per record"),
+        (50, "loss found per record, ε per record"),
     ],
 )
 def test_numbers_are_never_cut(width: int, left_out: str) -> None:
     """What finds no room is left out, and said."""
     swap = Swap(0.003339, 0.003339, 0.9488, np.zeros(500))
-    ward = replace(learner("a"), paper=12_345.0, event=0.9488, record=0.9488, swap_event=swap, swap_record=swap)
+    ward = replace(learner("a"), event=0.9488, record=12_345.0, swap_event=swap, swap_record=swap)
     text = printed(summary_of(replace(ward, name="learner-0"), replace(ward, name="learner-1")), width)
     row = next(line for line in text.splitlines() if "learner-1" in line)
 
-    assert "0.00334 of 0.949" in row and row.split().count("0.9488") == 2 and "…" not in text
-    assert ("12,340" in row) == ("paper" not in left_out)
+    assert "0.00334 of 0.949" in row and row.split().count("0.9488") == 1 and "…" not in text
+    assert ("12,340" in row) == ("ε per record" not in left_out)
     if left_out:
         assert f"a wider terminal shows {left_out}, too" in " ".join(text.split())
     else:
         assert "a wider terminal" not in text
 
 
+def test_where_every_record_is_used_once_there_is_one_epsilon() -> None:
+    swap = Swap(0.003339, 0.003339, 0.9488, np.zeros(500))
+    ward = replace(learner("a"), event=0.9488, record=0.9488, swap_event=swap, swap_record=swap)
+    made = replace(summary_of(ward), central_accuracy=None)
+    text = printed(made)
+    assert "learner test accuracy ε per record privacy loss found" in " ".join(text.split())
+    assert next(line for line in text.splitlines() if line.startswith(" a ")).split()[3:] == [
+        "0.9488",
+        "0.00334",
+        "of",
+        "0.949",
+    ]
+    assert "ε = 0.9488 per record, against" in text and "when one record of a is replaced." in " ".join(text.split())
+
+
 def test_of_a_tapped_run_the_summary_says_what_was_recorded() -> None:
     text = " ".join(printed(tapped(summary())).split())
-    assert "overheard 1,204 records of ciphertext, 96 kB, in 3 connections, wiretap captures/cap" in text
+    assert "the wiretap recorded 1,204 records of ciphertext, 96 kB, in 3 connections." in text
+    assert "capture captures/cap" in text
     assert "Only ciphertext was recorded" in text
 
 
@@ -300,19 +314,24 @@ def test_summary_says_everything() -> None:
     for words in (
         "mushrooms finished: 500 of 500 rounds in 1.21 s, 412 rounds/s",
         "Consistent with the promise",
-        "5,000 messages, 1.43 MB, relay",
         "runs/mushrooms/capture",
         "two learners differ on at most 3.1 % of held-out records",
-        "report     runs/mushrooms/report.html",
+        "report    runs/mushrooms/report.html",
         "GAMMA0_LARGE  gam0 exceeds",
         "LAMBDA0_LARGE",
     ):
         assert words in text
+    for sentence in (
+        "the eavesdropper recorded 5,000 messages (1.43 MB, mode relay).",
+        "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message.",
+        "can become at most 99.9 % sure",
+    ):
+        assert sentence in " ".join(text.split())
     row = next(line for line in text.splitlines() if "Bergen  " in line)
-    assert row.split()[:5] == ["Bergen", "93.5", "%", "22.34", "6.912"]
+    assert row.split()[:5] == ["Bergen", "93.5", "%", "6.912", "22.12"]
     assert "0.745 of 6.91" in row
     assert next(line for line in text.splitlines() if "centralised" in line).split() == [
-        "centralised", "96.5", "%", "∞", "∞", "∞",
+        "centralised", "96.5", "%", "∞", "∞",
     ]  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_up_says_where_records_go_and_what_they_cost(
 
     assert conduct(prepare(spec, live=True), tmp_path, start) == 0
     assert "north takes records at 127.0.0.1:" in said
-    assert "starting a coordinator, 2 learners ...\n" in said and said.endswith(making)
+    assert "starting a coordinator and 2 learners ...\n" in said and said.endswith(making)
     summary = json.loads((tmp_path / "summary.json").read_text())
     north, south = summary["learners"]
     assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
@@ -133,7 +133,7 @@ def test_what_up_starts_is_said_in_words(tmp_path: Path) -> None:
     spec = small_spec(3, 6, capture="relay")
     planned = [LocalServices(spec, tmp_path, per_process=each).planned for each in (1, 4, 6)]
     assert planned == [
-        f"a coordinator and an eavesdropper, 6 learners{of}" for of in ("", " in 2 processes", " in 1 process")
+        f"a coordinator, an eavesdropper and 6 learners{of}" for of in ("", " in 2 processes", " in 1 process")
     ]
 
 
@@ -178,13 +178,13 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     assert ("waited when the run ended" in said) == (north["waiting"] > 0)
     assert north["rounds"] > 0
     assert (summary["capture"] is not None) == (ending != "spent")
-    assert (north["swap_event"] is not None) == (ending == "kept") == ("capture’s" in said)
+    assert (north["swap_event"] is not None) == (ending == "kept") == ("loss found" in said)
     for swap in filter(None, (north["swap_event"], north["swap_record"])):
         assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["budget"] * (1 + 1e-9)
         assert 0.0 < swap["budget"] <= north["spent"] * (1 + 1e-9)
     verdict = {
-        "told": "Recorded, and not put to the test",
-        "spent": "Nobody listened",
+        "told": "Recorded, but not tested",
+        "spent": "Not recorded",
         "kept": "Consistent with the promise",
     }
     assert verdict[ending] in (tmp_path / "report.html").read_text()

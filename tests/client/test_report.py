@@ -23,7 +23,7 @@ from sottovoce_client.reports.drawing import Figure, finite, thinned
 from sottovoce_client.reports.heard import MOST_HEARD
 from sottovoce_client.reports.plots import run_figures, stacked
 from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
+from sottovoce_client.reports.verdict import exceeds, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
 from tests.client.summaries import (
     boundless,
@@ -39,11 +39,11 @@ from tests.client.summaries import (
 )
 
 SECTIONS = (
-    "Who spoke to whom",
+    "Who sends to whom",
     "How they learned",
     "What it cost",
-    "What this capture gives away",
-    "What was overheard",
+    "Privacy loss of the recorded messages",
+    "What was recorded",
     "Learner by learner",
     "What was promised",
     "Warnings",
@@ -126,14 +126,14 @@ def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> N
     text = run_page(tapped(summary())).html()
     for said in (
         "Only ciphertext was recorded",
-        "Overheard ciphertext",
+        "Recorded ciphertext",
         "1,204 records",
         "96 kB in 3 connections, mode wiretap",
         "needs a capture of messages",
-        "A wiretap reads no message, so there is no loss to measure",
+        "A wiretap reads no messages, so no loss can be computed",
     ):
         assert said in text
-    assert "Nobody listened" not in text and "nobody listened" not in text
+    assert "Not recorded" not in text and "no eavesdropper took part" not in text
     assert verdict_of(tapped(summary())).kind == "open"
 
 
@@ -234,7 +234,9 @@ def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own(
     made = summary(2, progress=tuple(silent), measured="it costs nothing more")
     measured = replace(made, learners=tuple(replace(each, test_curve=curve) for each in made.learners))
     page, told = run_page(measured).html(), run_page(replace(measured, progress=looks(2, 8, 1.0, 4))).html()
-    assert "labels rightly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
+    assert (
+        "labels correctly after a round" in page and "test accuracy" in page and "No accuracy was reported" not in page
+    )
     assert "prequential accuracy" in told and "labels rightly after a round" not in told
     assert "No accuracy was reported" in run_page(replace(made, measured="")).html()
 
@@ -288,13 +290,13 @@ def test_key_figures() -> None:
         "500 of 500",
         "412 rounds/s",
         "93.1–94.7 %",
-        "96.5 % centralised",
+        "96.5 % for one model of all records, without privacy",
         "ε = 7.312",
-        "23.34 by the paper",
+        "The paper’s formula (23.34) bounds the same ε as the value per event, but loosely",
     ):
         assert figure in text
-    assert "Overheard messages 5,000 1.43 MB" in text
-    assert "learned in up to 4 rounds" in text
+    assert "Recorded messages 5,000 1.43 MB" in text
+    assert "used in up to 4 rounds" in text
 
 
 def test_table_has_every_figure_of_every_learner() -> None:
@@ -328,7 +330,7 @@ def test_warnings_are_listed_by_code_and_left_out_if_none() -> None:
 def test_without_capture() -> None:
     shown = page(unheard(summary()))
 
-    assert "Nobody listened" in shown.text
+    assert "Not recorded" in shown.text and "no eavesdropper took part" in shown.text
     assert tuple(shown.plots) == ("graph", "learning", "budget")
 
 
@@ -427,8 +429,8 @@ def test_what_grows_beyond_its_noise_is_not_called_noise() -> None:
     noise = np.random.default_rng(3).laplace(0, 1, (200, 4))
     for heard, loud in ((noise, False), (noise + np.arange(200.0)[:, None], True)):
         text = page(summary(2, capture=replace(capture(heard=heard), first_scale=1.0, last_scale=1.0))).text
-        assert ("Mostly this is noise" in text) is not loud
-        assert ("lasting bands are what was learned of many records together" in text) is loud
+        assert ("Most of it is noise" in text) is not loud
+        assert ("lasting bands show what was learned from many records together" in text) is loud
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,11 +449,19 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("swap", "kind", "says"),
     [
-        (Swap(1.0, 2.0, 3.0, np.zeros(500)), "consistent", "within the claim"),
-        (Swap(3.1, 3.2, 3.0, np.zeros(500)), "refuted", "3.1, above the claim of 3 (Aarhus"),
-        (Swap(1.0, 3.2, 3.0, np.zeros(500)), "refuted", "could have shown 3.2, above the claim of 3 (Aarhus"),
-        (Swap(3.0 + 1e-12, 3.0, 3.0, np.zeros(500)), "consistent", "within the claim"),
-        (Swap(0.1, 0.1, 0.0, np.zeros(500)), "refuted", "above the claim of 0"),
+        (Swap(1.0, 2.0, 3.0, np.zeros(500)), "consistent", "The promise allows"),
+        (
+            Swap(3.1, 3.2, 3.0, np.zeros(500)),
+            "refuted",
+            "3.1 when one use of a record of Aarhus is replaced, above",
+        ),
+        (
+            Swap(1.0, 3.2, 3.0, np.zeros(500)),
+            "refuted",
+            "could have had a privacy loss of 3.2, above the promised 3 (Aarhus",
+        ),
+        (Swap(3.0 + 1e-12, 3.0, 3.0, np.zeros(500)), "consistent", "The promise allows 3."),
+        (Swap(0.1, 0.1, 0.0, np.zeros(500)), "refuted", "above the promised 0."),
     ],
 )
 def test_verdict(swap: Swap, kind: str, says: str) -> None:
@@ -459,6 +469,29 @@ def test_verdict(swap: Swap, kind: str, says: str) -> None:
 
     assert verdict.kind == kind
     assert says in verdict.text
+
+
+def test_the_promise_names_its_observer_and_its_meaning() -> None:
+    made = summary()
+    at_neighbour = replace(made, promise=replace(made.promise, threat_model="neighbour", shared=True))
+    decisions = replace(boundless(made), promise=replace(made.promise, threat_model="output", output=1.0))
+    for run, says in (
+        (
+            made,
+            "ε = 7.312 per use of a record, 23.4 per record in all its uses, against an observer of every message. An",
+        ),
+        (
+            at_neighbour,
+            "against one learner, which reads the messages sent to it, all learners together, for they share",
+        ),
+        (boundless(made), "Nothing: ε is infinite for an observer of the messages."),
+        (decisions, "ε = 1 against an observer of the published decisions, who sees no message. An observer"),
+        (decisions, "at most 73.1 % sure of one of them."),  # e / (1 + e)
+        (at_neighbour, "This rules out almost no conclusion about a record."),
+    ):
+        assert says in statements(run)["promise"]
+    both = replace(made, promise=replace(made.promise, output=1.0))
+    assert statements(both)["promise"].count("ε = ") == 2
 
 
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
@@ -478,9 +511,9 @@ def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_co
         (large, above, ("record", above)),
         (unbound, small, ("record", small)),
     ):
-        found = telling(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
+        found = worst_case(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
         assert found is not None and found[1:] == wanted
-    assert telling(unheard(summary())) is None
+    assert worst_case(unheard(summary())) is None
 
 
 def test_rounding_exceeds_no_claim() -> None:
@@ -513,7 +546,7 @@ def test_who_has_stopped_spends_no_more() -> None:
 
 
 def test_noise_that_can_be_repeated_protects_nobody() -> None:
-    assert verdict_of(replace(summary(), private_noise=False)).headline == "This run protected nobody"
+    assert verdict_of(replace(summary(), private_noise=False)).headline == "This run protected no record"
     assert verdict_of(summary()).kind == "consistent"
 
 
@@ -524,7 +557,7 @@ def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
         learners = [replace(each, swap_event=cut) for each, cut in zip(made.learners, short, strict=True)]
         return replace(made, learners=tuple(learners))
 
-    assert verdict_of(heard_for(249)).headline == "Too little was overheard to tell"
+    assert verdict_of(heard_for(249)).headline == "Too few messages were recorded to tell"
     assert verdict_of(heard_for(250)).kind == "consistent"
 
 

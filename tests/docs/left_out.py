@@ -26,12 +26,7 @@ class Why(StrEnum):
 
 
 NOT_RUN: dict[str, dict[str, Why]] = {
-    "README.md": {
-        "pip install": Why.NEWCOMER,
-        "sottovoce audit wards.yaml": Why.LONG,
-        "sottovoce audit --self-test": Why.LONG,
-        "sottovoce gallery": Why.LONG,
-    },
+    "README.md": {"python3 -m venv": Why.NEWCOMER, "sottovoce audit wards.yaml": Why.LONG},
     "docs/audit.md": {
         "sottovoce audit ring.yaml": Why.LONG,
         "sottovoce audit --from audit": Why.LONG,
@@ -74,7 +69,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
         "spire-server": Why.OTHERS,
         "sottovoce transcript verify": Why.YOURS,
     },
-    "docs/index.md": {"pip install": Why.NEWCOMER},
+    "docs/index.md": {"python3 -m venv": Why.NEWCOMER},
     "docs/kubernetes.md": {"helm": Why.KUBERNETES, "kubectl": Why.KUBERNETES, "sottovoce pki": Why.AUTHORITY},
     "docs/live.md": {"sottovoce up": Why.GOES_ON, "grpcurl": Why.OTHERS},
     "docs/metrics.md": {"sottovoce plot": Why.TWICE},
@@ -95,9 +90,10 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/torch.md": {"pip install": Why.INSTALLED, "PYTHONPATH": Why.TORCH},
     "docs/watch.md": {"sottovoce up wards.yaml --canaries": Why.TWICE, "sottovoce watch canaries": Why.TWICE},
-    "docs/tutorial-researcher.md": {"pip install": Why.INSTALLED},
-    "docs/tutorial-auditor.md": {"pip install": Why.INSTALLED},
+    "docs/tutorial-researcher.md": {"python3 -m venv": Why.INSTALLED, "pip install": Why.INSTALLED},
+    "docs/tutorial-auditor.md": {"python3 -m venv": Why.INSTALLED, "pip install": Why.INSTALLED},
     "docs/tutorial-engineer.md": {
+        "python3 -m venv": Why.INSTALLED,
         "pip install": Why.INSTALLED,
         "docker ": Why.DOCKER,
         "cp deploy": Why.ROOT,

@@ -40,7 +40,7 @@ def heard_figure(heard: FloatArray) -> Figure:
         Mark("bars", np.zeros(0), np.zeros(0), f"{sign}{number(reach, 2)} and beyond", colour)
         for sign, colour in (("−", "heard-below"), ("", "heard-above"))
     ]
-    return Figure("heard", "What was overheard", [picture, *scale], (View("", *sides),), 320, _numbers(heard))
+    return Figure("heard", "What was recorded", [picture, *scale], (View("", *sides),), 320, _numbers(heard))
 
 
 def _reach(heard: FloatArray) -> float:
@@ -63,7 +63,7 @@ def _numbers(heard: FloatArray) -> PageTable:
         rows.append((f"{t + 1:,}", *spread))
     heads = ("smallest number", "median", "largest")
     return PageTable(
-        "numbers-heard", "What was overheard", (Column("round"), *(Column(head, number) for head in heads)), rows
+        "numbers-heard", "What was recorded", (Column("round"), *(Column(head, number) for head in heads)), rows
     )
 
 

@@ -39,7 +39,7 @@ KINDS = {
 """Epsilons of a learner, as pages call and colour them."""
 _MOST_TOGETHER = 6400
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
-LEVELS = {"event": "One use of the record swapped", "record": "All uses of the record swapped"}
+LEVELS = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
 def run_figures(summary: RunSummary) -> list[Figure | Graph]:
@@ -47,7 +47,7 @@ def run_figures(summary: RunSummary) -> list[Figure | Graph]:
     losses = [_losses(summary, level, title) for level, title in LEVELS.items()]
     heard = [] if summary.capture is None or not summary.capture.heard.size else [heard_figure(summary.capture.heard)]
     names, accuracies = zip(*((each.name, each.test_accuracy) for each in summary.learners), strict=True)
-    graph = Graph("graph", "Who spoke to whom", names, accuracies, summary.edges, summary.one_way)
+    graph = Graph("graph", "Who sends to whom", names, accuracies, summary.edges, summary.one_way)
     return [graph, _learning(summary), _budget(summary), *losses, *heard]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sottovoce_client.reports.heard import MOST_HEARD, loud
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
-from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
+from sottovoce_client.reports.verdict import PER, exceeds, single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import (
     UNASKED,
@@ -28,14 +28,22 @@ _MOST_NOTICED = 20
 _FEW_LOOKS = 8
 """Of a run that was watched so seldom the page says why its curves have few points."""
 
+_STATEMENTS = {
+    "run": "What was run",
+    "promise": "What is promised",
+    "found": "What was found",
+    "limits": "What it does not mean",
+}
+"""Titles of the statements that open the page."""
+
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("records", "held", count, "records"),
     ("records", "most uses", count, "most_uses"),
     ("accuracy", "test", share, "test_accuracy"),
     ("accuracy", "own", share, "prequential_accuracy"),
-    ("said", "rounds", count, "rounds"),
-    ("said", "messages", count, "messages"),
-    ("said", "bytes", size, "bytes"),
+    ("sent", "rounds", count, "rounds"),
+    ("sent", "messages", count, "messages"),
+    ("sent", "bytes", size, "bytes"),
     ("budget", "spent", number, "spent"),
     ("budget", "limit", lambda value: "none" if value is None else number(value), "budget"),
     ("claimed ε", "paper", number, "paper"),
@@ -60,7 +68,10 @@ def run_page(summary: RunSummary) -> Page:
         "promised": any(math.isfinite(each.event) for each in learners),
         "unpromised": [KINDS[kind][0] for kind in unpromised],
         "verdict": verdict_of(summary),
-        "worst": telling(summary),
+        "statements": [(_STATEMENTS[name], text) for name, text in statements(summary).items()],
+        "worst": worst_case(summary),
+        "single_use": single_use(summary),
+        "per": PER,
         "unasked": UNASKED if summary.test_records else UNHELD,
         "measured": measured_line(summary.measured),
         "most_noticed": _MOST_NOTICED,

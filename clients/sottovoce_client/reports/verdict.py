@@ -1,4 +1,4 @@
-"""What may be concluded from one capture: it can refute a claim, or be consistent with it, never prove it."""
+"""The statements that open a report: what was run, promised and found. One capture can refute a promise, never prove it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from sottovoce.privacy.guarantee import overall
 from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
-from sottovoce_client.wording import number
+from sottovoce_client.wording import ciphertext_line, number, plural, reached_of, share, size
 
 _Case = tuple[LearnerSummary, str, Swap]
-"""Whose record, at which level (`event` or `record`), and what its swap shows."""
+"""The learner whose record is replaced, the level (`event` or `record`), and the loss of that replacement."""
+
+PER = {"event": "per use of a record", "record": "per record"}
+"""Levels of adjacency as reports call them."""
+_OBSERVERS = {
+    "wire": "an observer of every message",
+    "neighbour": "one learner, which reads the messages sent to it",
+    "output": "an observer of the published decisions, who sees no message",
+}
+"""Threat models as reports call them."""
+_NOT_COVERED = "Not covered: published accuracies and predictions; number, size and timing of messages."
+_NEARLY_SURE = 0.9995
+"""Probabilities above it would be shown as 100 %."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Headline:
+class _Verdict:
     """A headline, and the sentence that gives its reason."""
 
     kind: Literal["consistent", "refuted", "open"]
@@ -27,8 +40,13 @@ def exceeds(loss: float, budget: float) -> bool:
     return loss > budget * (1 + 1e-9) + 1e-12
 
 
+def single_use(summary: RunSummary) -> bool:
+    """Whether every record was used at most once, so that both levels have the same epsilon."""
+    return all(each.event == each.record for each in summary.learners)
+
+
 def _cases(summary: RunSummary) -> list[_Case]:
-    """Every swap that was weighed."""
+    """Every replacement whose loss was computed."""
     return [
         (learner, level, swap)
         for learner in summary.learners
@@ -37,10 +55,10 @@ def _cases(summary: RunSummary) -> list[_Case]:
     ]
 
 
-def telling(summary: RunSummary) -> _Case | None:
-    """The swap with the largest loss, of those above their claim if there are any; None without a capture.
+def worst_case(summary: RunSummary) -> _Case | None:
+    """The replacement with the largest loss, of those above their claim if there are any; None without a capture.
 
-    One that claims nothing finite comes last.
+    One whose claim is infinite comes last.
     """
 
     def rank(case: _Case) -> tuple[bool, bool, float]:
@@ -50,48 +68,103 @@ def telling(summary: RunSummary) -> _Case | None:
     return max(_cases(summary), key=rank, default=None)
 
 
-def verdict_of(summary: RunSummary) -> _Headline:
-    """Hold the capture's exact losses against the claims."""
-    worst = telling(summary)
-    if worst is None and summary.tapped is not None:
-        text = "A wiretap reads no messages, so the promise below was not put to the test. What sizes and times of ciphertext "
-        text += "give away takes many runs to see: sottovoce audit --on wiretap."
-        return _Headline("open", "Only ciphertext was recorded", text)
-    if worst is None and summary.live and summary.capture is not None:
-        text = (
-            "The records are with their learners, and without them nobody can say what this capture tells of one. With "
-        )
-        text += "sottovoce up --keep-log they are weighed here, too; sottovoce watch --log looks at the noise."
-        return _Headline("open", "Recorded, and not put to the test", text)
+def verdict_of(summary: RunSummary) -> _Verdict:
+    """Compare the exact privacy losses of the capture with the claims."""
+    worst = worst_case(summary)
     if worst is None:
-        text = "Without a capture the promise below was not put to the test."
-        return _Headline("open", "Nobody listened", text)
+        return _untested(summary)
     learner, level, swap = worst
-    shown = f"{learner.name}, one record swapped, per {level}"
+    if single_use(summary):
+        when = f"when one record of {learner.name} is replaced"
+    elif level == "event":
+        when = f"when one use of a record of {learner.name} is replaced"
+    else:
+        when = f"when one record of {learner.name} is replaced in all its uses"
     if exceeds(swap.loss, swap.budget):
-        text = f"The privacy loss of this capture is {number(swap.loss)}, above the claim of {number(swap.budget)} ({shown})."
-        return _Headline("refuted", "Refuted: the capture gives away more than was promised", text)
-    loose = [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]
-    if loose:
+        text = f"The recorded messages have a privacy loss of {number(swap.loss)} {when}, above the promised "
+        text += f"{number(swap.budget)}."
+        return _Verdict("refuted", "Refuted: the recorded messages reveal more than was promised", text)
+    if loose := [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]:
         learner, level, swap = loose[0]
-        text = f"A capture could have shown {number(swap.supremum)}, above the claim of {number(swap.budget)} "
-        return _Headline("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
+        text = f"Other messages could have had a privacy loss of {number(swap.supremum)}, above the promised "
+        text += f"{number(swap.budget)} ({learner.name}, {PER[level]})."
+        return _Verdict("refuted", "Refuted: the claim does not hold", text)
+    found = f"The largest privacy loss found in the recorded messages is {number(swap.loss)}, {when}"
     if not summary.private_noise:
-        text = "Its noise came from a recording or a seed, so that it can be repeated: whoever has them can take it away again. "
-        text += (
-            f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
-        )
-        return _Headline("open", "This run protected nobody", text)
+        text = "The noise came from a recording or a seed, so that the run can be repeated. Anyone who has them can remove the "
+        text += f"noise. {found}, for an observer who does not."
+        return _Verdict("open", "This run protected no record", text)
     if math.isinf(swap.budget):
-        text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
-        return _Headline("open", "Nothing finite was promised", text)
-    # Who left said nothing in the rounds that follow, which is no lack of the capture.
+        return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
+    # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
-    said = summary.rounds_done
-    if 2 * examined < said:
-        text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
-        text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."
-        return _Headline("open", "Too little was overheard to tell", text)
-    text = f"The most telling record swap found has a privacy loss of {number(swap.loss)} in this capture, "
-    text += f"within the claim of {number(swap.budget)} ({shown}). One capture can refute a promise, not prove it."
-    return _Headline("consistent", "Consistent with the promise", text)
+    if 2 * examined < summary.rounds_done:
+        text = f"Only the first {examined} of {plural(summary.rounds_done, 'round')} could be examined: later messages are "
+        text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
+        return _Verdict("open", "Too few messages were recorded to tell", text)
+    return _Verdict("consistent", "Consistent with the promise", f"{found}. The promise allows {number(swap.budget)}.")
+
+
+def _untested(summary: RunSummary) -> _Verdict:
+    """The verdict on a run whose losses are not known."""
+    if summary.tapped is not None:
+        text = "A wiretap reads no messages, so the promise was not tested. Whether sizes and times of ciphertext depend on "
+        text += "records shows in many runs only: sottovoce audit --on wiretap."
+        return _Verdict("open", "Only ciphertext was recorded", text)
+    if summary.live and summary.capture is not None:
+        text = "Privacy losses are computed from the records, which only their learners have. With sottovoce up --keep-log they "
+        text += "are computed here; sottovoce watch --log examines the noise."
+        return _Verdict("open", "Recorded, but not tested", text)
+    return _Verdict("open", "Not recorded", "The promise was not tested, because no messages were recorded.")
+
+
+def statements(summary: RunSummary) -> dict[str, str]:
+    """What was run, promised and found, and the limits of that, in a sentence or two each."""
+    verdict = verdict_of(summary)
+    limits = _NOT_COVERED
+    if verdict.kind == "consistent":
+        limits = f"One recorded run can refute a promise, never prove it: see sottovoce audit. {limits}"
+    return {"run": _run(summary), "promise": _promise(summary), "found": verdict.text, "limits": limits}
+
+
+def _run(summary: RunSummary) -> str:
+    """What was run and recorded."""
+    done, planned = summary.rounds_done, summary.rounds
+    rounds = plural(done, "round") if done == planned else reached_of(done, planned)
+    learners, data = plural(len(summary.learners), "learner"), "live records" if summary.live else summary.data
+    ran = f"{learners} ran {summary.promise.algorithm} on {data} for {rounds}"
+    if (tapped := summary.tapped) is not None:
+        return f"{ran}; the wiretap recorded {ciphertext_line(tapped.connections, tapped.records, tapped.bytes)}."
+    if (capture := summary.capture) is None:
+        return f"{ran}; no messages were recorded."
+    recorded = f"{plural(capture.messages, 'message')} ({size(capture.bytes)}, mode {capture.mode})"
+    return f"{ran}; the eavesdropper recorded {recorded}."
+
+
+def _promise(summary: RunSummary) -> str:
+    """The epsilon that is promised, to which observer, and what it means."""
+    promise, sentences = summary.promise, list[str]()
+    if math.isfinite(summary.event):
+        single = single_use(summary)
+        epsilons = f"ε = {number(summary.event)} {PER['record' if single else 'event']}"
+        if not single:
+            record = overall((each.record for each in summary.learners), shared=promise.shared)
+            epsilons += f", {number(record)} per record in all its uses"
+        together = ", all learners together, for they share their records" if promise.shared else ""
+        sentences = [f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.", _meaning(summary.event)]
+    elif promise.output is None:
+        sentences = ["Nothing: ε is infinite for an observer of the messages."]
+    if promise.output is not None and (promise.threat_model != "output" or not sentences):
+        sentences += [f"ε = {number(promise.output)} against {_OBSERVERS['output']}.", _meaning(promise.output)]
+    return " ".join(sentences)
+
+
+def _meaning(epsilon: float) -> str:
+    """The belief to which an observer can come, from even odds: `e^epsilon / (1 + e^epsilon)`."""
+    sure = 1.0 / (1.0 + math.exp(-epsilon))
+    if sure > _NEARLY_SURE:
+        return "This rules out almost no conclusion about a record."
+    return (
+        f"An observer who finds two values of a record equally likely before the run can become at most {share(sure)} sure "
+        "of one of them."
+    )

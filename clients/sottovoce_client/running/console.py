@@ -17,13 +17,12 @@ from rich.text import Text
 
 from sottovoce.plain import plain
 from sottovoce_client import terminal
-from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
+from sottovoce_client.reports.verdict import PER, exceeds, single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     NOTHING,
     UNASKED,
     UNHELD,
-    ciphertext_line,
     count,
     duration,
     late_line,
@@ -35,20 +34,17 @@ from sottovoce_client.wording import (
     reached_of,
     share,
     share_range,
-    size,
     whole_line,
 )
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
-MOST_ROWS = 16
+MOST_ROWS = 10
 """Learners that the final table shows at most."""
 MOST_NOTICED = 3
 """Lines on misconduct that the live display shows at most."""
 _NAMED = 3
 """Learners that a line names at most, where more are away."""
-_CLAIMS = ("paper’s ε", "ε per event", "ε per record")
-_LOSSES = ("capture’s loss per event", "capture’s loss per record")
 _KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
 _STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
@@ -172,7 +168,7 @@ class _Lines:
             yield f"accuracy {share_range(progress.accuracy)}"
         yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
         if overheard is not None:
-            yield f"{plural(overheard, 'message')} overheard"
+            yield f"{plural(overheard, 'message')} recorded"
 
 
 # ---- live -------------------------------------------------------------------------------------------------------------
@@ -210,7 +206,7 @@ class _Display:
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
         noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MOST_NOTICED]]
-        said = "" if overheard is None else f"{plural(overheard, 'message')} overheard"
+        said = "" if overheard is None else f"{plural(overheard, 'message')} recorded"
         return Group(
             head, self._bar(), self._table(progress), *noticed, *([Text(said, style="magenta")] if said else [])
         )
@@ -294,20 +290,23 @@ def _state_line(summary: RunSummary) -> Text:
 
 
 def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
-    """A row for each learner, and the columns that found no room."""
-    heads = ["learner", "records learned" if summary.live else "test accuracy", *_CLAIMS]
-    if not (summary.live and telling(summary) is None):  # else they are not known
-        heads += _LOSSES
+    """A row for each learner, and the heads of the columns that did not fit."""
+    levels = ("record",) if single_use(summary) else ("event", "record")
+    claims = [f"ε {PER[level]}" for level in levels]
+    losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {PER[level]}" for level in levels]
+    if summary.live and worst_case(summary) is None:
+        losses = []  # not known
+    heads = ["learner", "records learned" if summary.live else "test accuracy", *claims, *losses]
     shown, more = summary.learners[:MOST_ROWS], len(summary.learners) - MOST_ROWS
     most = min(24, max(11, width - 69))
-    rows = [(_shortened(each.name, most), *_cells(each, live=summary.live)) for each in shown]
+    rows = [(_shortened(each.name, most), *_cells(each, levels, live=summary.live)) for each in shown]
     if more > 0:
-        rows.append((f"… {more} more", *[""] * (len(_CLAIMS) + len(_LOSSES) + 1)))
+        rows.append((f"… {more} more", *[""] * (2 * len(levels) + 1)))
     if (central := summary.central_accuracy) is not None:
-        rows.append(("centralised", share(central), *["∞"] * len(_CLAIMS), *[""] * len(_LOSSES)))
+        rows.append(("centralised", share(central), *["∞"] * len(levels), *[""] * len(levels)))
     cells = [row[: len(heads)] for row in rows]
     table, left_out = terminal.fitted(
-        width, heads, cells, right=heads[1:], spare=(_LOSSES[1], *_CLAIMS[::2], _LOSSES[0])
+        width, heads, cells, right=heads[1:], spare=(*losses[1:], *claims[1:], *losses[:1])
     )
     for row, each in zip(table.rows, shown, strict=False):
         row.style = "bold red" if any(map(_refuted, (each.swap_event, each.swap_record))) else ""
@@ -325,10 +324,10 @@ def _shortened(name: str, most: int) -> str:
     return text.plain
 
 
-def _cells(learner: LearnerSummary, *, live: bool) -> tuple[str, ...]:
-    epsilons = (number(learner.paper), number(learner.event), number(learner.record))
+def _cells(learner: LearnerSummary, levels: Sequence[str], *, live: bool) -> tuple[str, ...]:
     learned = count(learner.records) if live else share(learner.test_accuracy)
-    return (learned, *epsilons, _loss(learner.swap_event), _loss(learner.swap_record))
+    epsilons = (number(getattr(learner, level)) for level in levels)
+    return (learned, *epsilons, *(_loss(learner.swap(level)) for level in levels))
 
 
 def _loss(swap: Swap | None) -> str:
@@ -344,16 +343,15 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     if summary.noticed is not None and summary.noticed.count:
         yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
     verdict = verdict_of(summary)
-    yield "verdict", Text.assemble((verdict.headline, _KINDS[verdict.kind]), f". {verdict.text}")
-    if summary.promise.shared:
-        text = f"ε = {number(summary.event)} per event: every learner holds every record, so their epsilons add up"
-        yield "together", Text(text)
+    for name, text in statements(summary).items():
+        headline = Text.assemble((verdict.headline, _KINDS[verdict.kind]), ". ") if name == "found" else Text()
+        yield name, headline + Text(text)
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
     if waiting := sum(learner.waiting for learner in summary.learners):
         yield (
             "waiting",
-            Text(f"{plural(waiting, 'record')} waited when the run ended: nobody learned them", style="yellow"),
+            Text(f"{plural(waiting, 'record')} waited when the run ended, and no learner learned them", style="yellow"),
         )
     if not summary.live:
         known = any(learner.test_accuracy is not None for learner in summary.learners)
@@ -366,17 +364,12 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     if summary.misconduct:
         yield "misconduct", Text("\n".join(summary.misconduct), style="bold red")
     if summary.capture is not None:
-        heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
-        if whole := whole_line(len(summary.capture.heard), summary.rounds_done):
-            heard += f"; {whole}"
-        yield "overheard", Text(f"{heard}\n{summary.capture.location}")
+        whole = whole_line(len(summary.capture.heard), summary.rounds_done)
+        yield "capture", Text("\n".join(filter(None, [summary.capture.location, whole])))
         if late := late_line(summary.capture.late):
             yield "late", Text(late)
-    if (told := summary.tapped) is not None:
-        yield (
-            "overheard",
-            Text(f"{ciphertext_line(told.connections, told.records, told.bytes)}, wiretap\n{told.location}"),
-        )
+    if summary.tapped is not None:
+        yield "capture", Text(summary.tapped.location)
     if report is not None:
         yield "report", Text(str(report), style="bold")
     for code, text in summary.warnings:

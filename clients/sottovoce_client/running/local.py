@@ -140,11 +140,11 @@ class LocalServices:
 
     @property
     def planned(self) -> str:
-        """What is started, in words."""
+        """The services that are started, in words."""
         learners, processes = self.spec.n_learners, -(-self.spec.n_learners // self._per_process)
         hosts = f" in {processes} {'process' if processes == 1 else 'processes'}" if processes < learners else ""
-        ear = "" if self.spec.capture == "none" else " and an eavesdropper"
-        return f"a coordinator{ear}, {plural(learners, 'learner')}{hosts}"
+        eavesdropper = "" if self.spec.capture == "none" else ", an eavesdropper"
+        return f"a coordinator{eavesdropper} and {plural(learners, 'learner')}{hosts}"
 
     @property
     def learners(self) -> dict[str, str]:
