@@ -67,7 +67,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)  # pytest-xdist: tests are collected by workers alone
     if output is not None:
-        output["left_out"] = dict(session.config.stash.get(COUNTS, Counter()))
+        output["left_out"] = dict(session.config.stash.get(COUNTS, Counter[str]()))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,7 +78,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which tests were left out by default, and how to run them."""
-    counts = config.stash.get(COUNTS, Counter())
+    counts = config.stash.get(COUNTS, Counter[str]())
     if counts and config.option.markexpr in config.getini("addopts"):
         names = ", ".join(f"{counts[mark]} {mark}" for mark in LEFT_OUT if counts[mark])
         terminalreporter.write_line(

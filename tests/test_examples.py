@@ -51,7 +51,9 @@ def test_every_script_is_tried() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *OTHERS, *LIVE}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "sweep" else []) for name in SAYS]
+)
 def test_a_script_runs(name: str, tmp_path: Path) -> None:
     for module in ["sklearn", *NEEDS.get(name, [])]:
         pytest.importorskip(module)

@@ -96,8 +96,8 @@ def measured_line(cost: str) -> str:
 
 
 def whole_line(whole: int, done: int) -> str:
-    """Which rounds of a capture are whole, on one line; empty where all are that were done."""
-    return "" if whole >= done else f"whole are rounds 0 to {whole - 1}, and the losses are of these"
+    """The rounds of which a capture has all messages, on one line; empty where these are all rounds that were run."""
+    return "" if whole >= done else f"rounds 0 to {whole - 1} were recorded completely, and the losses are of these"
 
 
 def ciphertext_line(connections: int, records: int, n_bytes: int) -> str:

@@ -98,6 +98,11 @@ class Gaps:
         return sum(len(way) == 1 for way in self._senders)
 
     @property
+    def bystanders(self) -> int:
+        """Learners that take part in no round, and have nothing to copy."""
+        return sum(not each.stretches for each in self.attendances.values())
+
+    @property
     def missing(self) -> int:
         """Intervals that are missing so far: rounds before and after them have come."""
         return sum(len(own.missing) for own in self._senders.values())

@@ -61,7 +61,7 @@ class Recording:
     def unsure(self) -> bool:
         """Copies may be on their way: of a learner that has more, or has not begun, for its run was short."""
         gaps = self.file.gaps
-        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners)
+        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners - gaps.bystanders)
 
     async def lead(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
         """Some learners are at other addresses than before."""

@@ -131,7 +131,7 @@ class Waits:
     async def watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
         while True:
-            await asyncio.sleep(min(1.0, self._clock.deadline_s / 4))
+            await asyncio.sleep(min(TOLD_S, self._clock.deadline_s / 4))
             wait, waker = self.newest, self._waker
             if wait is None or waker is None or waker.done():
                 continue

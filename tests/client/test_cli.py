@@ -349,6 +349,7 @@ def test_up_runs_a_spec_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds == 20
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_keeps_what_was_captured(tmp_path: Path) -> None:
     with up(tmp_path, rounds=ENDLESS) as running:
         running.listening()
@@ -374,6 +375,7 @@ def test_ctrl_c_while_services_are_starting_leaves_nothing_behind(tmp_path: Path
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_killed_is_named(tmp_path: Path) -> None:
     with up(tmp_path, rounds=ENDLESS) as running:
         running.listening()
@@ -388,6 +390,7 @@ def test_a_learner_that_is_killed_is_named(tmp_path: Path) -> None:
     assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
 
 
+@pytest.mark.slow
 def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
     with up(tmp_path, rounds=ENDLESS) as running:
         running.listening()

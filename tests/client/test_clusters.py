@@ -62,24 +62,33 @@ def dask_cluster() -> Iterator[str]:
 
 
 @contextmanager
-def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Two nodes."""
+def ray_cluster() -> Iterator[str]:
+    """Two nodes; gives their address."""
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     nodes: Any = importlib.import_module("ray.cluster_utils")
     cluster = nodes.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield "ray"
+        yield cluster.address
     finally:
         cluster.shutdown()
 
 
-@pytest.fixture(params=["dask", "ray"])
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with dask_cluster() if request.param == "dask" else ray_cluster(monkeypatch) as backend:
-        yield backend
+@pytest.fixture(scope="module", params=["dask", "ray"])
+def at(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A cluster for all tests, which is there without the worker that one of them lets die, too."""
+    with dask_cluster() if request.param == "dask" else ray_cluster() as address:
+        yield address
+
+
+@pytest.fixture
+def cluster(at: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend that names it."""
+    if at.startswith("dask"):
+        return at
+    monkeypatch.setenv("RAY_ADDRESS", at)
+    return "ray"
 
 
 def squared(where: tuple[int, Path]) -> int:

@@ -22,6 +22,7 @@ from tests.brokers import Feeder, free_port, killed_again_and_again, take, until
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 
+pytestmark = pytest.mark.external
 PARTITIONS = 2
 
 
@@ -167,8 +168,6 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
 APART = """
 import sys
 from tests.client.test_feeding_kafka import Brokers
-
-pytestmark = pytest.mark.external
 brokers = Brokers()
 print(brokers.port, flush=True)
 for line in sys.stdin:

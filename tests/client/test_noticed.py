@@ -98,13 +98,13 @@ def test_gaps_are_told_of_all_learners_as_far_as_there_is_room(tmp_path: Path) -
 
 def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -> None:
     """Rounds below the first one that was not overheard from everybody; a summary of fewer rounds is whole."""
-    whole = "whole are rounds 0 to 41, and the losses are of these"
+    whole = "rounds 0 to 41 were recorded completely, and the losses are of these"
     made = replace(summary(rounds=50), capture=capture(42))
-    assert f"; {whole}" in printed(made)
+    assert whole in " ".join(printed(made).split())
     assert f"Of 50 rounds, {whole}." in run_page(made).html()
     for complete in (summary(rounds=50), replace(summary(rounds=50), capture=None)):
-        assert "whole are" not in printed(complete)
-        assert "Not all of this run was overheard" not in run_page(complete).html()
+        assert "recorded completely" not in printed(complete)
+        assert "Not all messages of this run were recorded" not in run_page(complete).html()
 
 
 def test_what_a_capture_lacks_is_on_the_page() -> None:
@@ -115,4 +115,4 @@ def test_what_a_capture_lacks_is_on_the_page() -> None:
     for made in (summary(), replace(summary(), capture=None)):
         text = run_page(replace(made, not_captured=lines)).html()
         assert "The capture is not complete: &lt;the disk&gt; is full." in text and f"{lines[1]}." in text
-        assert "nobody listened in this run" not in text
+        assert "no eavesdropper took part" not in text

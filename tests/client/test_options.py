@@ -108,7 +108,9 @@ def test_who_ignores_it_goes_on_to_while_the_command_starts(number: str, tmp_pat
 def test_ctrl_c_before_there_is_anything_to_end_ends_it_in_a_line(tmp_path: Path) -> None:
     """A module that is imported while the command starts asks for it: no traceback, whatever the moment."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
-    (tmp_path / "start.py").write_text("from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
+    # What a shell has put into the background ignores it, and so do tests there and all that they start.
+    heeding = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "start.py").write_text(f"{heeding}from sottovoce_client.entry import main\nmain()\n", encoding="utf-8")
     done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "sottovoce: interrupted\n")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 
 from sottovoce.arrays import FloatArray
@@ -65,6 +66,7 @@ def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
     assert keys_in(tmp_path) == ["d.key"]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_record_is_left_behind(tmp_path: Path) -> None:
     """Over encrypted channels, with a capture, accuracies and a report."""
     features = planted()

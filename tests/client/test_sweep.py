@@ -104,6 +104,7 @@ def test_a_combination_that_cannot_be_run_is_named_before_any_is_simulated(tmp_p
     assert told == []
 
 
+@pytest.mark.statistics
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Of 400 intervals of 50 normal numbers a percentile bootstrap covers about 94 %; fewer than 88 %: p < 1e-5."""
     generator = np.random.default_rng(1)
@@ -111,6 +112,9 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     covered = np.mean([low <= 0.0 <= high for low, high in ends])
 
     assert 0.88 <= covered <= 0.985
+
+
+def test_an_interval_of_one_number_is_unknown_and_of_equal_ones_is_that_number() -> None:
     assert all(map(math.isnan, interval(np.ones(1), seed=0)))
     assert interval(np.ones(5), seed=0) == (1.0, 1.0)
 

@@ -132,6 +132,7 @@ def test_far_lags_are_those_of_their_rounds() -> None:
         assert (sums[0, column], sums[0, sums.shape[1] // 2 + column]) == pytest.approx(followed)
 
 
+@pytest.mark.statistics
 def test_bets_on_far_lags_are_fair() -> None:
     """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
     generator, bet = np.random.default_rng(7), FarLag()

@@ -105,6 +105,7 @@ def test_huge_losses_do_no_harm() -> None:
 # ---- validity --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statistics
 def test_correct_losses_raise_no_more_alarms_than_their_levels() -> None:
     """1,000 audits of 60 runs, with losses of heavy tails: no test rejects more often than at its level of 5 %.
 

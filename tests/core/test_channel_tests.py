@@ -70,6 +70,7 @@ def test_features_of_every_pair_of_worlds_are_paid_for() -> None:
     assert not channel_tests([runs(generator, 60)])[0].primary  # numbers are for the second half of the level
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, 6.0])
 def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float) -> None:
     """1,000 audits of 60 runs, features skewed, tied and dependent on the loss: at most 5 % below .05.

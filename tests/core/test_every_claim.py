@@ -147,6 +147,7 @@ ONE_EACH = {setup.algorithm["name"]: name for name, setup in reversed(SETUPS.ite
 """The first setup of every algorithm."""
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("broken", [halved, Again])
 @pytest.mark.parametrize("name", ONE_EACH.values())
 def test_broken_noise_is_seen(name: str, broken: Callable[[Noise], Noise]) -> None:

@@ -105,6 +105,7 @@ def test_what_the_worlds_differ_in_alike_in_every_run_is_left_to_the_coin() -> N
     assert private_tests([PairRuns(np.zeros(100), coins, {"values": view}, some)]) == ()  # no channel
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(("epsilon", "count"), [(0.0, 60), (1.0, 60), (6.0, 60), (1.0, 400)])
 def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float, count: int) -> None:
     """500 audits; channels follow the messages, and so do differences: at most 5 % below .05, six standard errors.

@@ -21,6 +21,7 @@ from tests.watched import (
 SEEDS = 5
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     "broken",
     [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.most > 100 else []) for each in BREAKS],

@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,7 @@ class Block:
         return commands
 
 
+@cache
 def _whole(command: str) -> bool:
     """Whether Bash waits for no further line."""
     read = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)  # noqa: S607

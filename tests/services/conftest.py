@@ -7,8 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from sottovoce.errors import Rule
+from sottovoce_coordinator import captures
+from sottovoce_learner import exchange, following, mirror, waiting
 from sottovoce_learner.session import Session
+from sottovoce_rpc import server
 from sottovoce_rpc.misconduct import KnownBy
+
+BACKOFF = "grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms"
+SOON_S = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +32,16 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     monkeypatch.setattr(Session, "notice", noted)
     yield
     assert noticed == []
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the pauses before services reconnect, rejoin or report a missing neighbour: in a test, all are back in a moment."""
+    monkeypatch.setattr(following, "_REJOIN_S", SOON_S)
+    monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 4 * SOON_S)
+    monkeypatch.setattr(exchange, "_BACKOFF_S", (SOON_S,))
+    monkeypatch.setattr(waiting, "TOLD_S", 4 * SOON_S)
+    monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
+    monkeypatch.setattr(captures, "_KEPT_S", 4 * SOON_S)
+    options = {**dict(server.CHANNEL_OPTIONS), **dict.fromkeys(BACKOFF, int(SOON_S * 1000))}
+    monkeypatch.setattr(server, "CHANNEL_OPTIONS", tuple(options.items()))

@@ -16,7 +16,7 @@ import pytest
 
 from sottovoce.data import PlacedData
 from sottovoce.running.policy import Policy
-from sottovoce.spec import RunSpec
+from sottovoce.spec import ClockSpec, RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.conducting import Conductor
@@ -38,6 +38,7 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
+from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING
 from tests.services.identities import Issuing
@@ -47,6 +48,7 @@ PATIENCE_S = 100.0
 
 
 OPERATOR = "operator/alice"
+_LIMIT_S = Wait.limit_s
 
 
 def credentials_of(identities: Issuing | None, whom: str) -> Credentials:
@@ -225,14 +227,14 @@ class Network:
     async def until(self, name: str, state: LearnerState, rounds: int = 0) -> None:
         """Wait until a learner is in a state, with so many rounds done.
 
-        Looked at whenever anything has moved: a short run may be over before a call has come back.
+        Looked at every millisecond, which no round is done in: a short run may be over before a call has come back.
         """
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 status = self.learners[name].status
                 if status.state is state and status.rounds_done >= rounds:
                     return
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -266,21 +268,24 @@ async def network(
         await up._tasks.end()
 
 
-def missed_soon(patch: pytest.MonkeyPatch) -> None:
+def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2) -> None:
     """Who is gone from now on misses its deadline in a moment. All others have the deadlines of their run."""
 
     async def soon(self: Conductor, course: Course, index: int, since: datetime) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(seconds)
         course.book.miss(index, since)
         self._judged(course)
 
     patch.setattr(Conductor, "_deadline", soon)
 
 
-def given_up_soon(patch: pytest.MonkeyPatch) -> None:
-    """Learners wait for nobody for longer than four seconds from now on, whatever the deadline of their run."""
-    limit = Wait.limit_s
-    patch.setattr(Wait, "limit_s", lambda own, clock: min(4.0, limit(own, clock)))
+def given_up_soon(patch: pytest.MonkeyPatch, *causes: Cause) -> None:
+    """Learners wait for nothing, or for none of these, for longer than a second from now on, whatever the deadline."""
+
+    def soon(own: Wait, clock: ClockSpec) -> float:
+        return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or Cause) else _LIMIT_S(own, clock)
+
+    patch.setattr(Wait, "limit_s", soon)
 
 
 def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:

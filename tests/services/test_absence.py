@@ -13,14 +13,14 @@ from sottovoce_learner.links import Link
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, network
+from tests.services.network import PATIENCE_S, given_up_soon, network
 
 NAMES = ["ann", "ben", "cleo", "dan"]
 PACED = {"mode": "paced", "period_s": 0.02}
 
 
 def endless(**clock: Any) -> RunSpec:
-    return small_spec(100_000, NAMES, clock={"window": 5, "deadline_s": 5.0, **clock})
+    return small_spec(100_000, NAMES, clock={"window": 5, "deadline_s": PATIENCE_S, **clock})
 
 
 @pytest.mark.parametrize("clock", [{}, PACED], ids=["free", "paced"])
@@ -28,7 +28,7 @@ async def test_a_learner_that_is_gone_is_named_at_once_and_fails_the_run_at_its_
     tmp_path: Path, clock: dict[str, Any]
 ) -> None:
     """Under a paced clock, too, whose ticks go on for the others."""
-    spec = endless(**clock)
+    spec = endless(**clock, deadline_s=2.0)
     data = made_up(small_spec(200, NAMES))
     async with network(tmp_path, NAMES) as up:
         run = await up.start(spec, 3)
@@ -59,6 +59,7 @@ async def test_a_channel_on_which_nothing_passes_is_named_by_its_ends(
         await up.until("cleo", LearnerState.RUNNING, 3)
         cut = {id(up.learners["ben"].in_run().links[2]), id(up.learners["cleo"].in_run().links[1])}
         monkeypatch.setattr(Link, "say", lambda own, t, frame: None if id(own) in cut else say(own, t, frame))
+        given_up_soon(monkeypatch)
         end = await up.end(run.run_id)
         await asyncio.gather(feeding, return_exceptions=True)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
@@ -66,9 +67,9 @@ async def test_a_channel_on_which_nothing_passes_is_named_by_its_ends(
 
 
 async def test_a_learner_without_records_is_named(tmp_path: Path) -> None:
-    spec = endless()
+    spec = endless(deadline_s=2.0)
     async with network(tmp_path, NAMES) as up:
         run = await up.start(spec, 3)
         await up.feed(run.run_id, spec, made_up(small_spec(3, NAMES)), but=["cleo"])
         end = await up.end(run.run_id)
-    assert end.detail.startswith(("cleo has no records for round 0", "cleo failed: waited 5 s for records in round 0"))
+    assert end.detail.startswith(("cleo has no records for round 0", "cleo failed: waited 2 s for records in round 0"))

@@ -205,7 +205,7 @@ async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytes
         return replace(told, spec=json.dumps(other)) if index == 1 else told
 
     monkeypatch.setattr(RunBook, "assignment", altered)
-    spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 5.0})})
+    spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 2.0})})
     with structlog.testing.capture_logs() as logs:
         async with network(tmp_path, NAMES) as up:
             outcome = await up.run(spec, made_up(spec))

@@ -38,7 +38,7 @@ async def rebind(up: Network, name: str) -> None:
 
 async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_lets_it_in(tmp_path: Path) -> None:
     """While the first is there, and after it has left: the run of the first is not disturbed."""
-    spec = small_spec(100, NAMES, clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0})
+    spec = small_spec(100, NAMES, clock={"mode": "paced", "period_s": 0.01, "deadline_s": 100.0})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING)

@@ -56,7 +56,7 @@ NAMES, ROUNDS = ["ann", "ben", "cleo"], 200
 
 
 def spec_of(capture: str = "mirror") -> RunSpec:
-    clock = {"mode": "paced", "period_s": 0.01, "window": 20, "deadline_s": 100.0}
+    clock = {"mode": "paced", "period_s": 0.005, "window": 20, "deadline_s": 100.0}
     return small_spec(ROUNDS, NAMES, capture=capture, clock=clock)
 
 
@@ -239,8 +239,11 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
     assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
 
 
-async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_to_the_next_one(tmp_path: Path) -> None:
+async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that it heard is written, and the capture is not complete: the run goes on."""
+    monkeypatch.setattr("sottovoce_eavesdropper.relay.FINISH_S", 0.1)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))

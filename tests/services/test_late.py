@@ -24,7 +24,7 @@ from sottovoce_learner.links import Link
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
-from tests.services.network import network
+from tests.services.network import given_up_soon, network
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo"]
@@ -129,7 +129,7 @@ async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
     monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
     spec = spec_of(
-        {"mode": "paced", "period_s": 0.02, "late": "hold", "late_s": 0.04, "window": 30, "deadline_s": 100.0}, 120
+        {"mode": "paced", "period_s": 0.01, "late": "hold", "late_s": 0.02, "window": 60, "deadline_s": 100.0}, 120
     )
     run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
     list(simulate(run, data, recorder))
@@ -158,7 +158,7 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message may be as old as a learner may be ahead, and no older; then it is waited for, up to the deadline."""
-    spec, say, cut = spec_of({**ASYNC, "deadline_s": 5.0}, 2_000), Link.say, list[Link]()
+    spec, say, cut = spec_of(ASYNC, 2_000), Link.say, list[Link]()
 
     def silent(self: Link, t: int, frame: bytes) -> None:
         if self not in cut:
@@ -169,6 +169,7 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 10)
         cut += [up.learners["ann"].in_run().links[1], up.learners["ben"].in_run().links[0]]
+        given_up_soon(monkeypatch)
         outcome = await running
     assert outcome.state == "failed"
     assert re.match("no messages pass between ann and ben in round [0-9]+: ", outcome.detail)

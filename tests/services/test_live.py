@@ -89,7 +89,7 @@ async def test_each_record_is_learned_once_in_its_order(
 
 async def test_a_paced_round_takes_what_is_there(tmp_path: Path, learned: dict[str, dict[int, list[int]]]) -> None:
     """Nothing, some, and no more than it may."""
-    spec = spec_of(40, most=4, clock={"mode": "paced", "period_s": 0.05})
+    spec = spec_of(40, most=4, clock={"mode": "paced", "period_s": 0.02})
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, 3)).run_id
         await fed(up, "ann", 30, 30)

@@ -32,7 +32,7 @@ from tests.services.test_run import recorded
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
 
 NAMES = ["ann", "ben", "cleo"]  # ann opens all her streams: she is found again wherever she is started
-PACED = {"mode": "paced", "period_s": 0.03}
+PACED = {"mode": "paced", "period_s": 0.01}
 CLOCKS: list[dict[str, Any]] = [{}, PACED, {"mode": "data", "window": 5}]
 ROUNDS = 150
 
@@ -219,7 +219,7 @@ async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: 
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first, "ben")
         with monkeypatch.context() as patch:
-            patch.setattr(starting, "_JOINING_S", 3.0)
+            patch.setattr(starting, "_JOINING_S", 1.5)
             missing = await not_recovered(up, run_id, first.spec)
         going = asyncio.ensure_future(recover(up, run_id, first.spec))
         await up.join("ben", first.noise)
@@ -289,16 +289,20 @@ async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
 
 async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path) -> None:
     """Whoever joins a coordinator that cannot lead the run is as alone as before."""
-    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"patience_s": 4.0})
+    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"patience_s": 2.0})
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first)
         feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
-        for name in NAMES:
+
+        async def detail(name: str) -> str:
+            """The detail as soon as it has failed: as one that is in no run, it is let in again, and no longer alone."""
             await up.until(name, LearnerState.FAILED)
-        details = [(await up.status(name)).detail for name in NAMES]
+            return up.learners[name]._told().detail
+
+        details = await asyncio.gather(*(detail(name) for name in NAMES))
         feeding.cancel()
     own, alone = zip(*(detail.split("; ", 1) for detail in details), strict=True)
-    assert [each.rpartition(" ")[0] for each in own] == ["waited 4 s for a grant of the coordinator in round"] * 3
+    assert [each.rpartition(" ")[0] for each in own] == ["waited 2 s for a grant of the coordinator in round"] * 3
     assert all(re.match(r"it has not heard its coordinator since round \d+: .* --recover", each) for each in alone)
 
 

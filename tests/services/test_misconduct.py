@@ -287,7 +287,7 @@ async def test_what_is_clipped_is_clipped_alike_in_the_service_after_a_death_and
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, same: bool
 ) -> None:
     """Dora says a huge number to all, once; ann is started again after that. What is said then follows by a run that clips."""
-    clock = {"mode": "paced", "period_s": 0.04, "window": 8, "deadline_s": 100.0}
+    clock = {"mode": "paced", "period_s": 0.02, "window": 8, "deadline_s": 100.0}
     spec = spec_of(policy, clock, capture="relay")
     noise, honest = noise_for(build_run(spec, 3), tmp_path)
     misbehaving(monkeypatch, lambda link, say, t, payload: say(t, _told(t, DORA, 1e99)), [0, 1, 2])

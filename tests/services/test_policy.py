@@ -16,6 +16,7 @@ from sottovoce.privacy.guarantee import Event
 from sottovoce.running.policy import Guarantees, Policy
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import lines
 from sottovoce_learner.config import LearnerConfig
@@ -105,9 +106,10 @@ def asking(sections: dict[str, Any]) -> RunSpec:
 
 @pytest.mark.parametrize("what", ASKING)
 async def test_a_run_outside_the_policy_fails_with_the_clause_and_its_learner_lives_on(
-    tmp_path: Path, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Of one learner; the other one's owner allows it. Nothing is said, nothing charged, and the next run goes well."""
+    monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 0.0)  # nobody copies anything
     policy, sections, text = ASKING[what]
     spec = asking(sections)
     async with network(tmp_path, NAMES) as up:
@@ -153,7 +155,7 @@ async def test_a_learner_joins_the_coordinators_that_its_owner_trusts(
             "ann",
             up.coordinator,
             state_folder=tmp_path / "state",
-            join_timeout_s=4.0,
+            join_timeout_s=2.0 if joins else 0.5,
             credentials=ids.of("learner/ann"),
             policy=Policy(coordinators=names),
         )
@@ -200,10 +202,11 @@ async def test_a_learner_is_recorded_by_whom_its_owner_accepts(
     tmp_path: Path, careful: str, named: tuple[str, ...], state: str
 ) -> None:
     """Ann opens the stream, and ben accepts it; either one's owner decides."""
-    spec = spec_of(capture="relay", clock={"deadline_s": 4.0 if state == "failed" else 100.0})
+    spec = spec_of(capture="relay", clock={"deadline_s": 1.0 if state == "failed" else 100.0})
     accepting = ALLOWING.model_copy(update={"eavesdroppers": tuple(f"eavesdropper/{each}" for each in named)})
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
         await restarted(up, careful, accepting)
+        await up.until_here(careful)
         outcome = await up.run(spec, made_up(spec))
         statuses = [await up.status(name) for name in NAMES]
     assert outcome.state == state, outcome.detail
@@ -211,7 +214,11 @@ async def test_a_learner_is_recorded_by_whom_its_owner_accepts(
 
 
 @pytest.mark.parametrize(("named", "copies"), [(("other",), False), (("other", "ear"), True)])
-async def test_copies_go_to_whom_its_owner_accepts(tmp_path: Path, named: tuple[str, ...], copies: bool) -> None:
+async def test_copies_go_to_whom_its_owner_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...], copies: bool
+) -> None:
+    if not copies:
+        monkeypatch.setattr(eavesdropping, "_MIRROR_DRAIN_S", 1.0)  # it waits for ann's in vain
     spec = spec_of(capture="mirror")
     accepting = ALLOWING.model_copy(update={"eavesdroppers": tuple(f"eavesdropper/{each}" for each in named)})
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
@@ -331,7 +338,7 @@ async def test_what_earlier_versions_wrote_without_a_date_counts_as_late_as_it_c
 
 async def test_a_run_that_is_taken_up_again_is_held_against_the_policy_of_now(tmp_path: Path) -> None:
     """And goes on where it was, once its learner's owner allows it."""
-    spec = spec_of(clock={"mode": "paced", "period_s": 0.02, "deadline_s": 5.0}, telemetry={"accuracy": True})
+    spec = spec_of(clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0}, telemetry={"accuracy": True})
     data = made_up(spec)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, 3)).run_id
@@ -367,7 +374,7 @@ async def test_code_of_a_run_before_is_not_imported_once_its_owner_forbids_it(tm
 @pytest.mark.parametrize("allowed", [True, False])
 async def test_a_run_that_others_leave_is_held_against_the_policy_again(tmp_path: Path, allowed: bool) -> None:
     names = [*NAMES, "cleo"]
-    clock = {"mode": "paced", "period_s": 0.02, "deadline_s": 100.0}
+    clock = {"mode": "paced", "period_s": 0.01, "deadline_s": 100.0}
     spec = small_spec(100, names, topology={"graph": "complete"}, clock=clock)
     async with network(tmp_path, names) as up:
         await restarted(up, "ann", Policy.for_spec(spec))

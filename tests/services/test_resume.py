@@ -113,7 +113,7 @@ async def test_a_run_goes_on_after_its_coordinator_and_a_learner_were_started_ag
 
 async def test_who_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     """A learner that was gone for longer than its deadline; and again, until it comes back."""
-    first = work(tmp_path, NAMES, 1, 200, clock={"mode": "paced", "period_s": 0.02, "deadline_s": PATIENCE_S})
+    first = work(tmp_path, NAMES, 1, 200, clock={"mode": "paced", "period_s": 0.005, "deadline_s": PATIENCE_S})
     async with serving(tmp_path, first) as up:
         (run_id,) = await begun(up, first)
         await up.feed(run_id, first.spec, first.data)
@@ -137,7 +137,7 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     tmp_path: Path, disk: Disk
 ) -> None:
     """The relays are gone with it: learners reach each other without them. Also when the coordinator is started again."""
-    first = work(tmp_path, NAMES, 1, capture="relay", clock={"mode": "paced", "period_s": 0.05})
+    first = work(tmp_path, NAMES, 1, capture="relay", clock={"mode": "paced", "period_s": 0.02})
     async with serving(tmp_path, first, durable=True) as up:
         end = await failed(up, first)
         disk.broken = False

@@ -41,9 +41,10 @@ from sottovoce_rpc.directives import Assignment, Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, Network, missed_soon, network, refused
+from tests.services.network import PATIENCE_S, Network, given_up_soon, missed_soon, network, refused
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo", "dora"]
@@ -211,7 +212,7 @@ async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
 
 
-DROP = {"mode": "paced", "period_s": 0.04, "window": 8, "late": "drop", "deadline_s": 4.0}
+DROP = {"mode": "paced", "period_s": 0.01, "window": 8, "late": "drop", "deadline_s": PATIENCE_S}
 LOSABLE = {
     "ldp-dol": small_spec(**{**PLACE, **OPEN, "clock": DROP}),
     **{
@@ -232,11 +233,13 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
     """What its neighbours have not learned of it is left out, and the spec says so: the simulator says the same."""
     monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
     spec = LOSABLE[name]
+    if t == 10:  # by the deadline of the spec
+        spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"deadline_s": 2.0})})
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, t)
-        if t != 10:  # else by the deadline of the spec
+        if t != 10:
             missed_soon(monkeypatch)
         await up.leave("dora")
         outcome = await running
@@ -278,7 +281,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
 
 async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_path: Path) -> None:
     """It may come back; the run goes on without it, and its ledger says what it has cost."""
-    spec = LOSABLE["ldp-dol"]
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {**DROP, "period_s": 0.04}})  # other runs end before it does
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, 10)
@@ -341,7 +344,7 @@ def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
 
 # ---- changes that meet something else --------------------------------------------------------------------------------
 
-PACED = {"mode": "paced", "period_s": 0.03, "window": 4, "late": "drop", "deadline_s": 4.0}
+PACED = {"mode": "paced", "period_s": 0.01, "window": 4, "late": "drop", "deadline_s": PATIENCE_S}
 PAUSE = small_spec(
     **{**PLACE, **OPEN, "clock": PACED, "absences": [{"learner": "cleo", "first_round": 5, "until_round": 40}]}
 )
@@ -552,13 +555,16 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
     require_simulated(outcome, spec, noise, 3)
 
 
-async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(tmp_path: Path) -> None:
+async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody knows how far each of them heard the other: what they would have said is not waited for."""
     spec = LOSABLE["ldp-dol"]
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, 10)
+        missed_soon(monkeypatch)
         await asyncio.gather(up.leave("cleo"), up.leave("dora"))
         outcome = await running
     first = {each.learner: each.first_round for each in outcome.absences or ()}
@@ -649,7 +655,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
 
     monkeypatch.setattr(Session, "_learn", slowly)
     monkeypatch.setattr(Learner, "_obey", deaf)
-    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 4.0}})
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 2.0}})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
@@ -668,7 +674,8 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
 
         async def undelivered(address: str, *rest: Any, **more: Any) -> None:
             if address == up.addresses["dora"]:
-                await asyncio.sleep(0.1)
+                await up.until("ann", LearnerState.RUNNING, 1)  # and so all others have records
+                given_up_soon(monkeypatch, Cause.RECORDS)
                 raise Unavailable("it cannot be reached")
             await feed(address, *rest, **more)
 
@@ -706,7 +713,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
 
 async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) -> None:
     """By the spec that it was started with, whatever became of who was lost."""
-    spec = LOSABLE["ldp-dol"]
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {**DROP, "period_s": 0.04, "deadline_s": 2.0}})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, 5)
@@ -717,9 +724,11 @@ async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) 
         await up.join("dora")
         another = small_spec(3, ["dora"], topology=COMPLETE)
         assert (await up.run(another, made_up(another))).state == "finished"
-        for name in NAMES[:3]:
-            await up.leave(name)
-        failed = await running
+        with pytest.MonkeyPatch.context() as patch:
+            missed_soon(patch)
+            for name in NAMES[:3]:
+                await up.leave(name)
+            failed = await running
         for name in NAMES[:3]:
             await up.join(name)
         outcome = await up.run(spec, made_up(spec), resume=run_id, place=made_up)

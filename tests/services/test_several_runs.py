@@ -26,7 +26,7 @@ from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, missed_soon, network, refused
 from tests.services.test_run import SHAPES, recorded
 
-PACED = {"mode": "paced", "period_s": 0.05}
+PACED = {"mode": "paced", "period_s": 0.02}
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ async def test_an_operator_that_gives_up_holds_no_learner(tmp_path: Path) -> Non
 
 
 async def test_all_runs_go_on_when_their_coordinator_is_started_again(tmp_path: Path) -> None:
-    first = work(tmp_path, ["ann", "ben"], 1, 200, clock={**PACED, "period_s": 0.03}, capture="relay")
+    first = work(tmp_path, ["ann", "ben"], 1, 200, clock={**PACED, "period_s": 0.01}, capture="relay")
     second = work(tmp_path, ["cleo", "dan", "eve"], 2, 100, clock=PACED, capture="mirror")
     async with serving(tmp_path, first, second, durable=True) as up:
         running = [asyncio.ensure_future(up.run(each.spec, each.data)) for each in (first, second)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -69,7 +70,22 @@ class _Sottovoce(TyperGroup):
                     _made.pop().rmdir()
 
 
-app = typer.Typer(
+class _Application(typer.Typer):
+    """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
+
+    def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
+        asked, first = copy.copy(self), [*(sys.argv[1:] if args is None else args), ""][0]
+        asked.registered_commands = [each for each in self.registered_commands if _name(each) == first]
+        asked.registered_groups = [each for each in self.registered_groups if each.name == first]
+        known = asked.registered_commands or asked.registered_groups
+        return super(_Application, asked if known else self).__call__(args, **more)
+
+
+def _name(command: Any) -> str:
+    return str(command.name or command.callback.__name__)
+
+
+app = _Application(
     name="sottovoce",
     cls=_Sottovoce,
     no_args_is_help=True,
@@ -77,7 +93,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Differentially private decentralized online learning, and an eavesdropper that checks it.\n\n"
+        "Differentially private online learning without a central server, and an audit of the recorded traffic.\n\n"
         "Start with [bold]sottovoce demo[/]: five learners, a coordinator and an eavesdropper on this machine."
     ),
 )

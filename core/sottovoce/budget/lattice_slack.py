@@ -15,6 +15,8 @@ SHARE = 1e-3
 
 _LOOKED = 20_000
 """Rounds; longer runs are judged by the first so many."""
+_FEW = 100
+"""Rounds that are examined first: where their loss is large enough, no later round can make the share of the slack large."""
 _SMALLEST = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
 
@@ -44,6 +46,9 @@ def check_lattice(run: Run) -> tuple[Caveat, ...]:
 
 def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
     """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
-    losses = run.algorithm.accountant(learner).losses(np.ones(min(run.spec.rounds, _LOOKED), np.int64))
+    rounds = min(run.spec.rounds, _LOOKED)
+    losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _FEW), np.int64))
+    if SHARE * math.fsum(losses) < rounds * message:
+        losses = run.algorithm.accountant(learner).losses(np.ones(rounds, np.int64))
     epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message
     return (slack / epsilon if 0.0 < epsilon < math.inf else 0.0), learner, slack, epsilon

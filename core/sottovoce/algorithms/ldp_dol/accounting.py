@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -139,11 +140,19 @@ def _head_and_tail(
     if start is None:
         return math.inf
     t1, margin = start
-    sensitivity = SensitivityRecursion(mode, known, schedules, learner.own_weight)
-    head = math.fsum(first_record(sensitivity, learner, t1, batch_size))
+    head, phi = _head(mode, known, schedules, learner, batch_size, t1)
     p = 1.0 + schedules.v - schedules.u
-    k = max(schedules.lam0 * known.change / batch_size / margin, sensitivity.phi * math.pow(t1 + 1.0, p))
+    k = max(schedules.lam0 * known.change / batch_size / margin, phi * math.pow(t1 + 1.0, p))
     return head + math.sqrt(2.0 * learner.dim) / learner.sigma * k * float(zeta(p + learner.varsigma, t1 + 1.0))
+
+
+@lru_cache
+def _head(
+    mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int, rounds: int
+) -> tuple[float, float]:
+    """The privacy loss of the first `rounds` rounds, up to a million, and `Phi` after them; most learners of a run share it."""
+    sensitivity = SensitivityRecursion(mode, known, schedules, learner.own_weight)
+    return math.fsum(first_record(sensitivity, learner, rounds, batch_size)), sensitivity.phi
 
 
 def _tail_start(known: Regularity, schedules: Schedules, a: float, convex: bool) -> tuple[int, float] | None:
