@@ -57,14 +57,14 @@ def wheel(session: nox.Session) -> str:
 def full(session: nox.Session) -> None:
     """All tests but those marked `long`, side by side; arguments go to pytest."""
     session.install(f"{wheel(session)}[audit,river,test]")
-    session.run("pytest", "-m", "not long", "-n", "logical", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", "-m", "not long", "-n", "auto", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """The tests that `pytest` runs by default, on every Python; arguments go to pytest."""
     session.install(f"{wheel(session)}[audit,river,test]")
-    session.run("pytest", "-n", "logical", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])

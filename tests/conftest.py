@@ -42,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--once", action="append", default=[], metavar="FOLDER", help=what)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests of services mostly wait."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folders = [config.rootpath / folder for folder in config.getoption("--once")]

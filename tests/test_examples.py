@@ -51,9 +51,8 @@ def test_every_script_is_tried() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *OTHERS, *LIVE}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "sweep" else []) for name in SAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
 def test_a_script_runs(name: str, tmp_path: Path) -> None:
     for module in ["sklearn", *NEEDS.get(name, [])]:
         pytest.importorskip(module)
@@ -62,6 +61,7 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == WRITES.get(name, [])
 
 
+@pytest.mark.slow
 async def test_services_that_are_up_run_an_experiment(tmp_path: Path) -> None:
     async with network(tmp_path, ["north", "east", "south"]) as up:
         said = await _output(tmp_path, "services", up.coordinator)
@@ -70,6 +70,7 @@ async def test_services_that_are_up_run_an_experiment(tmp_path: Path) -> None:
     assert "round 50, epsilon" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIVE)
 async def test_a_learner_of_live_records_learns_from_a_script(name: str, tmp_path: Path) -> None:
     needs = {"river_pipeline": "river", "sklearn_pipeline": "sklearn"}

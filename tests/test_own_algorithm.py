@@ -83,6 +83,7 @@ def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mech
     assert f"{expected}" in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None:
     spec = yaml.safe_load(SPEC)
     (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "rounds": 20, "learners": 3}), encoding="utf-8")

@@ -53,6 +53,7 @@ def prepared(tmp_path: Path) -> Prepared:
     return prepare(parse_spec(document, imports=True))
 
 
+@pytest.mark.slow
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", list[str]()
     audited = ASKED.plan(prepared)

@@ -364,6 +364,7 @@ def test_ctrl_c_ends_a_run_and_keeps_what_was_captured(tmp_path: Path) -> None:
     assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_services_are_starting_leaves_nothing_behind(tmp_path: Path) -> None:
     with up(tmp_path, rounds=ENDLESS) as running:
         eventually(lambda: len(running.look()) >= 2)

@@ -334,6 +334,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
     assert facts_of(account)["dropped"] == 0
 
 
+@pytest.mark.slow
 async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, learner):
         code, out, error = await ended(command(up, "stdin", "--source", "ward"), f'{LINE}\n{LINE}\n{{"age": {SECRET}}}')
@@ -349,6 +350,7 @@ async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:
     assert [each[1] for each in letters(tmp_path / "dead")] == [4]
 
 
+@pytest.mark.slow
 async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("age,ward,outcome\n61,icu,home\n62,ic")

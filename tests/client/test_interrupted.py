@@ -172,6 +172,7 @@ with mapper_over("processes", 2) as mapper:
 """
 
 
+@pytest.mark.slow
 def test_whatever_works_for_a_command_ends_with_it(spec: str, tmp_path: Path) -> None:
     """Its terminal is closed."""
     out = tmp_path / "o"
@@ -185,6 +186,7 @@ def test_whatever_works_for_a_command_ends_with_it(spec: str, tmp_path: Path) ->
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_and_also_where_it_is_killed() -> None:
     with child(SLEEPERS) as process:
         assert process.stdout is not None

@@ -175,6 +175,7 @@ def test_a_policy_and_a_run(folder: Path) -> None:
     assert {"clause", "allows", "asks", "fits"} == document["clauses"][0].keys()
 
 
+@pytest.mark.slow
 def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     """With other noise the audit would refute it with probability 0.05 at most, and a watch raise an alarm with 0.001."""
     spec = {**yaml.safe_load(Path("small.yaml").read_text("utf-8")), "capture": "relay"}

@@ -88,6 +88,7 @@ def test_a_spec_with_all_its_defaults_is_the_same_spec() -> None:
     assert sv.Experiment(**yaml.safe_load(experiment.to_yaml())) == experiment
 
 
+@pytest.mark.slow
 def test_up_says_where_records_go_and_what_they_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def test_what_does_not_take_long_is_not_said(
     assert not timer.is_alive() and not capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["told", "spent", "kept"])
 def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = {"privacy": {"budget": 3.0}} if ending == "spent" else {"capture": "relay"}

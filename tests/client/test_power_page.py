@@ -88,6 +88,7 @@ def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(console.file, io.StringIO) and "missed: lost" in console.file.getvalue()
 
 
+@pytest.mark.statistics
 def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
     """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
     found = measure(BY_NAME["0.97 of the scale"], audits=2, most=100)
@@ -126,6 +127,7 @@ def test_the_page_tells_of_the_catalogue() -> None:
 # ---- services --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real service, called through real relays. By construction the correct one is accused with probability at most 0.01."""
     monkeypatch.setattr(power, "CATALOGUE", [BY_NAME["retry"]])

@@ -133,6 +133,7 @@ def test_a_spec_that_cannot_be_run_leaves_no_folder(kind: str, spec: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_all_that_up_writes_is_guarded(spec: Path, tmp_path: Path) -> None:
     """A name that `up` learns to write, and nobody guards, is found here."""
     out = tmp_path / "out"

@@ -178,6 +178,7 @@ def test_words_that_yaml_reads_otherwise_stay_words(folder: Path) -> None:
         ran("check", "odd.yaml")
 
 
+@pytest.mark.slow
 def test_many_records(folder: Path) -> None:
     """What they take is in no test; that they are read, is."""
     write(folder / "many.csv", rows(100_000))

@@ -86,6 +86,7 @@ def test_rounds_without_a_draw_have_zeros(tmp_path: Path) -> None:
     assert [t for t in range(36) if noise[t].any()] == [16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["noise"]])
 def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, more: list[str]) -> None:
     """A round's noise is 12 kB here: 400 rounds would hold five megabytes of it, more than the writer's rows."""

@@ -23,6 +23,7 @@ AGES = {"age": {"type": "number", "bounds": [0, 120]}}
 ROWS, LABELS = np.array([[0.1, 0.2], [0.3, -0.4], [-0.5, 0.6]]), np.array([0, 1, 1])
 
 
+@pytest.mark.slow
 async def test_records_that_are_sent_are_all_kept_when_the_block_ends(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         await up.start(spec_of({"schema": SCHEMA}), 4)

@@ -105,6 +105,7 @@ def followed(source: AbstractAsyncContextManager[Source], **question: Any) -> tu
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_names_the_broken_learner_in_its_round(folder: Path) -> None:
     process = started("watch", str(folder), "--once", "--canaries", str(folder / "canaries.json"))
     out, err = process.communicate(timeout=GUARD_S)

@@ -166,6 +166,7 @@ def test_a_look_at_a_live_run_that_was_stopped_before_its_end_is_no_look_at_a_da
     assert code == 2 and "not whole" in said and "parts are missing" in said
 
 
+@pytest.mark.slow
 async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:
     """While the run goes on, by logs that are being written."""
     async with keeping(tmp_path) as up:

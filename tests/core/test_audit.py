@@ -175,6 +175,7 @@ def test_a_verdict_is_about_whom_it_was_found_at(tests: list[tuple[Part, str]], 
     assert blamed(found, ("north", "east", "south"), 0) == blame
 
 
+@pytest.mark.statistics
 def test_half_the_noise_shows_in_single_rounds() -> None:
     """Twice the claim in each, and no bound above the claim for a correct learner (chance of a false alarm below 1/180)."""
     broken, correct = (

@@ -346,6 +346,7 @@ def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm
     return most + 1
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     ("stream", "numbers", "least", "most"),
     [

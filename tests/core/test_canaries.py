@@ -188,6 +188,7 @@ def test_who_was_not_overheard_is_not_guessed() -> None:
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statistics
 def test_less_noise_raises_the_bound_and_much_less_is_refuted() -> None:
     """Of 3,000 guesses and more, 58 % are right, and 66 % with half the noise: six standard errors apart, and the claim is 73 %.
 
