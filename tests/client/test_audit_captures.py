@@ -129,6 +129,7 @@ def test_captures_of_two_worlds_are_audited_as_if_just_overheard(tmp_path: Path)
     assert done.shown.total[0] == pytest.approx(plan.worlds.losses(plan.run, first).sum())
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("place", ["metadata", "replies"])
 def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str) -> None:
     """Epsilon is below one; a channel that tells the world of every run shows more than that with 32 runs of each."""

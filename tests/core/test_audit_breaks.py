@@ -99,6 +99,7 @@ def planned(**more: Any) -> AuditPlan:
     return plan_audit(run, made_up(run.spec, 10), 0, **{"runs": 20, "seed": 3, **more})
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_total_break_is_refuted(name: str) -> None:
     change, runs = BREAKS[name]
@@ -107,6 +108,7 @@ def test_a_total_break_is_refuted(name: str) -> None:
     assert min(test.p_value / test.level for test in done.found.tests) < 1e-2
 
 
+@pytest.mark.statistics
 def test_the_same_runs_without_a_break_are_consistent() -> None:
     assert audit_simulated(planned(runs=60)).verdict.kind == "consistent"
 
@@ -133,6 +135,7 @@ def jitter(plan: AuditPlan, share: Share, generator: np.random.Generator) -> Flo
     return generator.exponential(5.0, (share.runs, 1))
 
 
+@pytest.mark.statistics
 def test_a_delay_by_the_norm_hides_from_a_mirror_pair_and_not_from_a_loud_and_a_silent_record() -> None:
     plan = planned(runs=60)
     norms = [[float(np.linalg.norm(p.worlds.of(w).batch(0).features)) for w in (0, 1)] for p in plan.pairs]

@@ -273,6 +273,7 @@ ROUNDED: dict[str, Callable[[FloatArray], FloatArray]] = {
 }
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_coincidences_that_chance_explains_are_not_reported(kind: str) -> None:
     """False alarms have a chance of about 1e-6 each: what is tested is a Poisson number at that level."""

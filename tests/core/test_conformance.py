@@ -154,6 +154,7 @@ def test_noise_of_every_law_becomes_independent_laplace_numbers(law: Any) -> Non
 # ---- correct learners ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("name", ["ldp-dol", "dsgd", "dola", "dpsr", "dpsda-c", "dpsda-ps", "pd-ftgl", "pd-ocg", "pvp"])
 def test_correct_algorithms_pass_and_half_their_noise_does_not(name: str) -> None:
     run, data = of_the_field(name)
@@ -284,6 +285,7 @@ def mostly_positive(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return flipped
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     ("change", "replicas", "caught"),
     [

@@ -401,6 +401,7 @@ BREAKS: dict[str, tuple[Breaks, str, str]] = {
 }
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("name", BREAKS)
 def test_noise_that_depends_on_noise_is_found(name: str) -> None:
     broken, test, where = BREAKS[name]

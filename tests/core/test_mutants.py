@@ -42,6 +42,7 @@ def test_draws_know_their_lattice() -> None:
 # ---- caught ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     "name",
     ["0.9 of the scale", "raw doubles", "pvp says f", "half the sensitivity", "length"],

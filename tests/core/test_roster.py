@@ -670,6 +670,7 @@ THREATS = [
 ]
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(("learner", "threat"), THREATS)
 def test_a_correct_run_with_absences_is_not_refuted(learner: int, threat: ThreatModel) -> None:
     """With another seed it is with a probability of 0.05 at most."""
@@ -712,6 +713,7 @@ def test_who_is_away_is_not_in_the_means() -> None:
         assert np.isfinite(curve.mean).all() and np.isfinite(curve.error).all()
 
 
+@pytest.mark.statistics
 def test_a_watch_accuses_nobody_who_is_away() -> None:
     """Each of five watches of a correct run raises an alarm with probability 0.001 at most, so one of them with 0.005."""
     spec = spec_of(rounds=40, algorithm={"sigma": 3.0})

@@ -144,6 +144,7 @@ def test_correct_runs_of_all_shapes_raise_none(learners: int, numbers: int) -> N
 # ---- broken ones -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(
     ("change", "dim", "most", "tests"),
     [
@@ -173,6 +174,7 @@ def test_a_broken_learner_is_named_soon(change: Change, dim: int, most: int, tes
     assert np.median(rounds) <= most
 
 
+@pytest.mark.statistics
 def test_what_breaks_on_the_way_is_seen_by_the_detector_first() -> None:
     """After 300 correct rounds of one number; the detector needs no more than half as long. Probability below 0.01."""
     run, data = a_run(1, 600, 2)

@@ -92,6 +92,7 @@ def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", r
     return code, json.loads((out / "audit.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "kind", "view"),
     [("norm", "refuted", "of norm"), ("late", "refuted", "of total"), ("none", "consistent", "")],

@@ -71,7 +71,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     """A PNG of `(rows, columns)` greys, or of `(rows, columns, 4)` colours with their opacity."""
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
     header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 6 if pixels.ndim == 3 else 0, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
 
 
