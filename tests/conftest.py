@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -26,8 +27,6 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 PATIENCE_S = 60.0
-LEFT_OUT = ("long", "container", "browser", "external", "statistics", "slow")
-"""Markers of tests that run only when they are asked for; a test counts under the first that it has."""
 COUNTS = pytest.StashKey[Counter[str]]()
 KEPT_BY_LIBRARIES = 32
 """Descriptors that one module may make libraries open for good: a loop of gRPC's has three, Ray's client some twenty."""
@@ -62,10 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def _left_out(config: pytest.Config) -> list[str]:
+    """Markers of the tests that the default `-m` leaves out; a test counts under the first that it has."""
+    return [name for name in re.findall(r"\w+", config.getini("addopts")[-1]) if name not in {"not", "or"}]
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count the tests that the default `-m` leaves out, by marker."""
     for item in items:
-        found = next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), None)
+        found = next((mark for mark in _left_out(item.config) if item.get_closest_marker(mark)), None)
         if found is not None:
             item.config.stash.setdefault(COUNTS, Counter())[found] += 1
 
@@ -85,8 +89,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which tests were left out by default, and how to run them."""
     counts = config.stash.get(COUNTS, Counter[str]())
-    if counts and config.option.markexpr in config.getini("addopts"):
-        names = ", ".join(f"{counts[mark]} {mark}" for mark in LEFT_OUT if counts[mark])
+    if counts and config.option.markexpr == config.getini("addopts")[-1]:
+        names = ", ".join(f"{counts[mark]} {mark}" for mark in _left_out(config) if counts[mark])
         terminalreporter.write_line(
             f"Left out: {names}. To run all but long ones: nox -s full, or pytest -m 'not long'"
         )

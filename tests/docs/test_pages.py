@@ -130,11 +130,6 @@ def test_a_block_of_commands_is_known() -> None:
     assert Block("text", "a\n").commands == []
 
 
-def test_the_readme_has_the_spec_that_pages_name() -> None:
-    own = next(block for block in blocks(text_of("README.md")) if block.file == "wards.yaml")
-    assert text_of("examples/wards.yaml").split("\n", 1)[1] == own.text
-
-
 def test_an_output_is_held_to_its_words_and_numbers() -> None:
     assert shows("epsilon 1.999, in 3 s\n", "epsilon 1.998, in 12 min\n", exact=True)
     assert not shows("epsilon 1.999\n", "epsilon 1.5\n", exact=True)

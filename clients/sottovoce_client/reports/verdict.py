@@ -89,7 +89,7 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         text = f"Other messages could have had a privacy loss of {number(swap.supremum)}, above the promised "
         text += f"{number(swap.budget)} ({learner.name}, {PER[level]})."
         return _Verdict("refuted", "Refuted: the claim does not hold", text)
-    found = f"The largest privacy loss found in the recorded messages is {number(swap.loss)}, {when}"
+    found = f"The largest privacy loss of the recorded messages, of all replacements tried, is {number(swap.loss)}, {when}"
     if not summary.private_noise:
         text = "The noise came from a recording or a seed, so that the run can be repeated. Anyone who has them can remove the "
         text += f"noise. {found}, for an observer who does not."
@@ -123,7 +123,9 @@ def statements(summary: RunSummary) -> dict[str, str]:
     verdict = verdict_of(summary)
     limits = _NOT_COVERED
     if verdict.kind == "consistent":
-        limits = f"One recorded run can refute a promise, never prove it: see sottovoce audit. {limits}"
+        limits = (
+            f"One recorded run can refute a promise, never prove it; sottovoce audit SPEC examines many runs. {limits}"
+        )
     return {"run": _run(summary), "promise": _promise(summary), "found": verdict.text, "limits": limits}
 
 
