@@ -77,7 +77,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)  # pytest-xdist: tests are collected by workers alone
     if output is not None:
-        output["left_out"] = dict(session.config.stash.get(COUNTS, Counter[str]()))
+        counts = session.config.stash.get(COUNTS, Counter[str]())
+        output["left_out"] = dict(counts)
 
 
 @pytest.hookimpl(optionalhook=True)
