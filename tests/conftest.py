@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: tests of services mostly wait."""
+    """Start one process more than there are cores, because tests of services mostly wait."""
     return (os.cpu_count() or 1) + 1
 
 

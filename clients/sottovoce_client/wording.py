@@ -96,7 +96,7 @@ def measured_line(cost: str) -> str:
 
 
 def whole_line(whole: int, done: int) -> str:
-    """The rounds of which a capture has all messages, on one line; empty where these are all rounds that were run."""
+    """Name the rounds of which a capture has all messages, on one line; empty where it has those of all rounds."""
     return "" if whole >= done else f"rounds 0 to {whole - 1} were recorded completely, and the losses are of these"
 
 

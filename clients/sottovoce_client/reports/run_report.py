@@ -9,7 +9,7 @@ from typing import Any
 from sottovoce_client.reports.heard import MOST_HEARD, loud
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
-from sottovoce_client.reports.verdict import PER, exceeds, single_use, statements, verdict_of, worst_case
+from sottovoce_client.reports.verdict import PER, exceeds, is_single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import (
     UNASKED,
@@ -70,7 +70,7 @@ def run_page(summary: RunSummary) -> Page:
         "verdict": verdict_of(summary),
         "statements": [(_STATEMENTS[name], text) for name, text in statements(summary).items()],
         "worst": worst_case(summary),
-        "single_use": single_use(summary),
+        "single_use": is_single_use(summary),
         "per": PER,
         "unasked": UNASKED if summary.test_records else UNHELD,
         "measured": measured_line(summary.measured),

@@ -36,12 +36,12 @@ class _Verdict:
 
 
 def exceeds(loss: float, budget: float) -> bool:
-    """Whether a loss is above the claim by more than rounding."""
+    """Return whether a loss is above the claim by more than rounding."""
     return loss > budget * (1 + 1e-9) + 1e-12
 
 
-def single_use(summary: RunSummary) -> bool:
-    """Whether every record was used at most once, so that both levels have the same epsilon."""
+def is_single_use(summary: RunSummary) -> bool:
+    """Return whether every record was used at most once, so that both levels have the same epsilon."""
     return all(each.event == each.record for each in summary.learners)
 
 
@@ -74,7 +74,7 @@ def verdict_of(summary: RunSummary) -> _Verdict:
     if worst is None:
         return _untested(summary)
     learner, level, swap = worst
-    if single_use(summary):
+    if is_single_use(summary):
         when = f"when one record of {learner.name} is replaced"
     elif level == "event":
         when = f"when one use of a record of {learner.name} is replaced"
@@ -89,7 +89,9 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         text = f"Other messages could have had a privacy loss of {number(swap.supremum)}, above the promised "
         text += f"{number(swap.budget)} ({learner.name}, {PER[level]})."
         return _Verdict("refuted", "Refuted: the claim does not hold", text)
-    found = f"The largest privacy loss of the recorded messages, of all replacements tried, is {number(swap.loss)}, {when}"
+    found = (
+        f"The largest privacy loss of the recorded messages, of all replacements tried, is {number(swap.loss)}, {when}"
+    )
     if not summary.private_noise:
         text = "The noise came from a recording or a seed, so that the run can be repeated. Anyone who has them can remove the "
         text += f"noise. {found}, for an observer who does not."
@@ -119,7 +121,7 @@ def _untested(summary: RunSummary) -> _Verdict:
 
 
 def statements(summary: RunSummary) -> dict[str, str]:
-    """What was run, promised and found, and the limits of that, in a sentence or two each."""
+    """State what was run, promised and found, and the limits of that: a sentence or two each, by the name of the statement."""
     verdict = verdict_of(summary)
     limits = _NOT_COVERED
     if verdict.kind == "consistent":
@@ -130,7 +132,7 @@ def statements(summary: RunSummary) -> dict[str, str]:
 
 
 def _run(summary: RunSummary) -> str:
-    """What was run and recorded."""
+    """State what was run and recorded."""
     done, planned = summary.rounds_done, summary.rounds
     rounds = plural(done, "round") if done == planned else reached_of(done, planned)
     learners, data = plural(len(summary.learners), "learner"), "live records" if summary.live else summary.data
@@ -144,10 +146,10 @@ def _run(summary: RunSummary) -> str:
 
 
 def _promise(summary: RunSummary) -> str:
-    """The epsilon that is promised, to which observer, and what it means."""
+    """State the promised epsilon, the observer that it concerns, and its meaning."""
     promise, sentences = summary.promise, list[str]()
     if math.isfinite(summary.event):
-        single = single_use(summary)
+        single = is_single_use(summary)
         epsilons = f"ε = {number(summary.event)} {PER['record' if single else 'event']}"
         if not single:
             record = overall((each.record for each in summary.learners), shared=promise.shared)
@@ -162,7 +164,7 @@ def _promise(summary: RunSummary) -> str:
 
 
 def _meaning(epsilon: float) -> str:
-    """The belief to which an observer can come, from even odds: `e^epsilon / (1 + e^epsilon)`."""
+    """State the strongest belief of an observer that began with even odds: `e^epsilon / (1 + e^epsilon)`."""
     sure = 1.0 / (1.0 + math.exp(-epsilon))
     if sure > _NEARLY_SURE:
         return "This rules out almost no conclusion about a record."

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sottovoce.plain import plain
 from sottovoce_client import terminal
-from sottovoce_client.reports.verdict import PER, exceeds, single_use, statements, verdict_of, worst_case
+from sottovoce_client.reports.verdict import PER, exceeds, is_single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     NOTHING,
@@ -291,7 +291,7 @@ def _state_line(summary: RunSummary) -> Text:
 
 def _learner_table(summary: RunSummary, width: int) -> tuple[Table, list[str]]:
     """A row for each learner, and the heads of the columns that did not fit."""
-    levels = ("record",) if single_use(summary) else ("event", "record")
+    levels = ("record",) if is_single_use(summary) else ("event", "record")
     claims = [f"ε {PER[level]}" for level in levels]
     losses = ["privacy loss found"] if len(levels) == 1 else [f"loss found {PER[level]}" for level in levels]
     if summary.live and worst_case(summary) is None:
