@@ -118,8 +118,7 @@ def test_local_services_have_a_policy_for_their_spec_alone(tmp_path: Path) -> No
 def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
     """Learners that are started without a policy, as these pages say."""
     checkout = Path(__file__).parents[2]
-    readme = (checkout / "README.md").read_text(encoding="utf-8")
-    wards = yaml.safe_load(readme.partition("```yaml\n")[2].partition("```")[0])
+    wards = yaml.safe_load((checkout / "examples" / "wards.yaml").read_text(encoding="utf-8"))
     script = (checkout / "examples" / "services.py").read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "example"}
     exec(compile(script, "services.py", "exec"), namespace)  # noqa: S102 - our own
@@ -131,8 +130,7 @@ def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
 
 
 def test_the_run_of_the_readme_is_within_the_theory() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    wards = yaml.safe_load(readme.partition("```yaml\n")[2].partition("```")[0])
+    wards = yaml.safe_load((Path(__file__).parents[2] / "examples" / "wards.yaml").read_text(encoding="utf-8"))
     prepared = prepare(parse_spec(wards, imports=False))
     assert not prepared.run.warnings and not prepared.run.spec.data.reuse
     spent = [prepared.run.guarantee(i, np.diff(own.offsets)).epsilon() for i, own in enumerate(prepared.data.learners)]

@@ -25,6 +25,7 @@ from sottovoce_learner import log, store
 from sottovoce_learner.kept import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.brokers import until
 from tests.client.test_watch import started
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, network
@@ -78,6 +79,7 @@ async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
                 await up.leave("ann")
                 await up.join("ann")
         await up.until("cleo", LearnerState.RUNNING, up.learners["cleo"].status.rounds_done + 20)
+        await until(lambda: len([*(folder / "journals").glob("kept/*@ann/*.log")]) > 1)  # the end adds another one
         await stopped(up, run_id)
         sessions = {name: learner._session for name, learner in up.learners.items()}
         return run_id, {name: list(own.memory.books.counts) for name, own in sessions.items() if own is not None}
