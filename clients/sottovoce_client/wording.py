@@ -96,7 +96,7 @@ def measured_line(cost: str) -> str:
 
 
 def whole_line(whole: int, done: int) -> str:
-    """Name the rounds of which a capture has all messages, on one line; empty where it has those of all rounds."""
+    """Name the rounds that a capture recorded completely, on one line; empty where it recorded all of them."""
     return "" if whole >= done else f"rounds 0 to {whole - 1} were recorded completely, and the losses are of these"
 
 

@@ -280,7 +280,7 @@ def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2) -> None:
 
 
 def given_up_soon(patch: pytest.MonkeyPatch, *causes: Cause) -> None:
-    """Limit each wait of learners from now on, or each for these causes, to a second, whatever the deadline of the run."""
+    """Limit the waits of learners to a second from now on, all of them or those for the given causes."""
 
     def soon(own: Wait, clock: ClockSpec) -> float:
         return min(1.0, _LIMIT_S(own, clock)) if own.cause in (causes or Cause) else _LIMIT_S(own, clock)
