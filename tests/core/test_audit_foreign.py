@@ -222,7 +222,7 @@ def test_answers_are_not_learnt_from_runs_that_are_guessed() -> None:
     (name,) = answer_views(runs, learnt)
 
     assert name == "answers of /a/Gradient beside their requests"
-    one, other = (answer_views(each, learnt)[name] for each in (runs, changed_later))
+    one, other = (answer_views(each, learnt)[name][0] for each in (runs, changed_later))
     assert np.isfinite(one).all() and np.array_equal(one[:40], other[:40]) and (one[40:] != other[40:]).any()
 
 

@@ -92,7 +92,12 @@ class Attack:
 
 
 def attack(
-    views: Mapping[str, FloatArray], worlds: IntArray, levels: Levels, claim: float, seed: np.random.SeedSequence
+    views: Mapping[str, FloatArray],
+    worlds: IntArray,
+    levels: Levels,
+    claim: float,
+    seed: np.random.SeedSequence,
+    delta: float = 0.0,
 ) -> tuple[Attack, ...]:
     """Learn to tell the worlds apart: every classifier at its level.
 
@@ -102,6 +107,7 @@ def attack(
         levels: of the audit.
         claim: epsilon that is promised for what was seen.
         seed: of the split and the classifiers.
+        delta: at which epsilon is bounded.
 
     Raises:
         SpecError: scikit-learn is not installed.
@@ -109,7 +115,7 @@ def attack(
     learnt, guessed = split(len(worlds), seed)
     runs = _Runs(varying(views), worlds, learnt, guessed)
     models = _models(int(seed.generate_state(1)[0]))
-    blank = Bound("black box", "", "", 0, 0, claim, level(levels))
+    blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
     sklearn = import_extra("sklearn", "scikit-learn", "an audit")
     # Views are finite. Checks of settings and numbers, once for each of sixty small trees, take a sixth of the time.
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
@@ -151,7 +157,7 @@ def _attempt(model: Any, runs: _Runs, blank: Bound) -> Attack:
     if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
         return Attack(blank, guessed, np.empty(0))  # nothing to look at, or too few runs to learn from
     promises = {
-        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], len(guessed), blank.level)
+        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], blank)
         for view, features in runs.views.items()
     }
     view = max(promises, key=lambda each: promises[each][1])
@@ -177,15 +183,16 @@ def _log_odds(model: Any, features: FloatArray) -> FloatArray:
     return odds
 
 
-def _least(scores: FloatArray, worlds: IntArray, tested: int, alpha: float) -> tuple[float, float]:
-    """The score from which on to guess, and the bound that it promises for so many runs."""
+def _least(scores: FloatArray, worlds: IntArray, blank: Bound) -> tuple[float, float]:
+    """The score from which on to guess, and the bound that it promises for the runs that are guessed."""
     right = (scores > 0) == (worlds == 1)
     best = (0.0, -1.0)
     for share in (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0):
         least = float(np.quantile(np.abs(scores), 1.0 - share))
         guessed = np.abs(scores) >= least
-        scale = tested / len(scores)
-        promise = epsilon_lower_bound(int(scale * right[guessed].sum()), int(scale * guessed.sum()), alpha)
+        scale = blank.tested / len(scores)
+        correct, guesses = int(scale * right[guessed].sum()), int(scale * guessed.sum())
+        promise = epsilon_lower_bound(correct, guesses, blank.level, blank.delta, blank.tested)
         if promise > best[1]:
             best = (least, promise)
     return best

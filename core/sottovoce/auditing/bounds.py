@@ -27,6 +27,9 @@ class Bound:
         claim: epsilon that is promised for what the guesser sees.
         level: the probability with which the bound is above the true epsilon, at most.
         threshold: of hints weaker than this no guess was made; fixed on other runs.
+        delta: at which epsilon is bounded.
+        tested: runs whose worlds were to be guessed, abstentions counted; needed at a delta alone.
+        where: the number that shows most, in words; empty: none alone shows anything.
         value: the bound.
     """
 
@@ -38,10 +41,18 @@ class Bound:
     claim: float
     level: float
     threshold: float = 0.0
+    delta: float = 0.0
+    tested: int = 0
+    where: str = ""
     value: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", epsilon_lower_bound(self.correct, self.guesses, self.level))
+        object.__setattr__(self, "value", self.at(self.level))
+
+    def at(self, level: float, factor: int = 1) -> float:
+        """The bound at another level, or with so many times the runs and the same rate of right guesses."""
+        correct, guesses, tested = factor * self.correct, factor * self.guesses, factor * self.tested
+        return epsilon_lower_bound(correct, guesses, level, self.delta, tested)
 
     @property
     def name(self) -> str:
@@ -57,24 +68,36 @@ class Bound:
         """By what factor more runs with the same rate of right guesses would put it above the claim; None: never."""
         factor = 1
         while factor <= most:
-            if epsilon_lower_bound(factor * self.correct, factor * self.guesses, self.level) > self.claim:
+            if self.at(self.level, factor) > self.claim:
                 return factor
             factor *= 2
         return None
 
 
-def epsilon_lower_bound(correct: int, guesses: int, alpha: float) -> float:
+def epsilon_lower_bound(correct: int, guesses: int, alpha: float, delta: float = 0.0, tested: int = 0) -> float:
     """The epsilon below which so many right guesses of fair coins are too many.
 
     Every run lives in one of two worlds by a fair coin. Whoever guesses the coin from what is epsilon-private, or abstains, is
     right at most as often as a binomial of chance `e^eps / (1 + e^eps)` (Steinke, Nasr, Jagielski 2023, Theorem 5.2): the
     bound is the logit of its Clopper-Pearson lower limit.
 
+    At a delta, a run is guessed right with probability `e^eps` times that of a wrong guess, plus delta. So a part of the right
+    guesses, at most a binomial of chance delta among all tested runs, is free, and the rest is bounded as before. Free ones are
+    counted at the most that happens with half of alpha, and what they need of alpha is taken off it: the bound is exact for
+    independent runs, and that of delta 0 as delta goes to zero.
+
     Args:
         correct: right guesses.
         guesses: all guesses, abstentions not counted.
         alpha: one minus the confidence.
+        delta: at which epsilon is bounded.
+        tested: runs whose worlds were to be guessed, abstentions counted; at least `guesses`.
     """
+    if delta > 0.0:
+        binomial = import_extra("scipy.stats", "scipy", "an audit").binom
+        free = int(binomial.isf(alpha / 2.0, max(tested, guesses), delta))
+        alpha -= float(binomial.sf(free, max(tested, guesses), delta))
+        correct, guesses = max(0, correct - free), max(0, guesses - free)
     if correct == 0 or 2 * correct <= guesses:
         return 0.0
     stats = import_extra("scipy.stats", "scipy", "an audit")
@@ -95,19 +118,41 @@ MOST_RUNS = 10**9
 """More than anybody makes."""
 
 
-def runs_to_show(epsilon: float, alpha: float, of: float = 1.0) -> float:
+def runs_to_show(epsilon: float, alpha: float, of: float = 1.0, delta: float = 0.0) -> float:
     """Runs of each world whose coins, all guessed right, give a bound above epsilon; infinite where that is above `MOST_RUNS`.
 
     Args:
         epsilon: above which.
         alpha: one minus the confidence.
         of: the share of runs that is guessed.
+        delta: at which epsilon is bounded.
     """
     if epsilon > math.log(2 * MOST_RUNS):  # each run shows less than a coin that falls so once in as many times
         return math.inf
     right = math.log(alpha) / -math.log1p(math.exp(-epsilon))
+    if delta > 0.0:
+        return _runs_at_delta(epsilon, alpha, of, delta)
     runs = math.ceil((math.floor(right) + 1) / of / 2)
     return runs if runs <= MOST_RUNS else math.inf
+
+
+def _runs_at_delta(epsilon: float, alpha: float, of: float, delta: float) -> float:
+    """By bisection: more right guesses show more, but for the steps of what is free."""
+
+    def shows(runs: int) -> bool:
+        guesses = int(2 * runs * of)
+        return epsilon_lower_bound(guesses, guesses, alpha, delta, guesses) > epsilon
+
+    high = 1
+    while not shows(high):
+        high *= 2
+        if high > MOST_RUNS:
+            return math.inf
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if shows(middle) else (middle, high)
+    return high
 
 
 def ceiling(runs: int, alpha: float) -> float:

@@ -47,6 +47,12 @@ BLIND: Mapping[Family, Mapping[Part, Fraction]] = {
 }
 """Where nothing is known of the algorithm, there is one family."""
 
+OF_NOISE: Mapping[Family, Mapping[Part, Fraction]] = {
+    "conformance": {"marginal": Fraction(1, 4), "dependence": Fraction(1, 8), "freshness": Fraction(1, 8)},
+    "black box": {"classifiers": Fraction(1, 2)},
+}
+"""Where the noise is known, and nothing else."""
+
 
 LEAST_CHANCE = 1e-300
 """Below it, numbers are too small to be told apart: a p-value is not written out."""

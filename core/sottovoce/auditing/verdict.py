@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
+from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.levels import Family, Levels, Part, Test
 from sottovoce.auditing.likelihood import Excess
 from sottovoce.auditing.rounds import RoundBounds
@@ -31,6 +31,7 @@ _FINDINGS: Mapping[str, str] = {
     "zeros": "{:,.0f} numbers were said without noise",
     "lattice": "{:,.0f} numbers of noise are not on their lattice",
     "signs": "{:.3g} of all noise is positive",
+    "epsilon of the noise": "noise as it is claimed has an epsilon of {:.3g}",
 }
 """What a test has found, by its name, where its statistic says it."""
 
@@ -89,6 +90,7 @@ class Findings:
         most: the largest lower bound on epsilon that so many runs could give; 0 where nothing is guessed.
         reaches: what would have been found, had it been there.
         blind: the plainest violation that would not have been found; empty: the audit could have found these.
+        delta: at which epsilon is claimed and bounded.
     """
 
     runs: int
@@ -106,6 +108,7 @@ class Findings:
     most: float = 0.0
     reaches: tuple[Reach, ...] = ()
     blind: str = ""
+    delta: float = 0.0
 
     def of(self, family: Family) -> Findings:
         """What one family found."""
@@ -163,7 +166,8 @@ def decide(found: Findings) -> Verdict:
     hints = tuple(_hints(found))
     if hints:
         return Verdict("inconclusive", f"No violation {above}found with {runs}, but {hints[0]}.", hints)
-    text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g} is claimed."
+    at = f" at delta {found.delta:.3g}" if found.delta else ""
+    text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g}{at} is claimed."
     if not found.paired:
         text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
     elif not above:
@@ -213,7 +217,8 @@ def _unpromised(found: Findings, runs: str) -> str:
     said = ["Nothing is promised about what is heard, so nothing can fail."]
     if found.paired:
         who, bound = found.best
-        said.append(f"It shows an epsilon of at least {bound:.3g}{f', by {who}' if bound else ''} ({runs}).")
+        at = f" at delta {found.delta:.3g}" if found.delta else ""
+        said.append(f"It shows an epsilon of at least {bound:.3g}{at}{f', by {who}' if bound else ''} ({runs}).")
     if found.signs:
         said.append(f"Besides, {found.signs[0]}.")
     return " ".join(said)
@@ -241,7 +246,9 @@ def _evidence(found: Findings) -> Iterator[str]:
     for bound in found.bounds:
         if bound.rejects:
             right = f"is right in {bound.correct} of {bound.guesses} guesses"
-            yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}, not {bound.claim:.3g}"
+            at = f" at delta {bound.delta:.3g}" if bound.delta else ""
+            most = f"; most shows in {bound.where}" if bound.where else ""
+            yield f"{bound.name} {right}: epsilon is above {bound.value:.3g}{at}, not {bound.claim:.3g}{most}"
     for bound in () if found.rounds is None else found.rounds.bounds:
         if bound.rejects:
             right = f"is guessed right in {bound.correct} of {bound.guesses} guesses"
@@ -274,7 +281,7 @@ def _hints(found: Findings) -> Iterator[str]:
             yield f"{test.name} has {test.chance}; about {_runs(found, 2)} would decide"
     for bound in found.bounds:
         alone = min(3 * bound.level, found.levels.alpha)
-        if epsilon_lower_bound(bound.correct, bound.guesses, alone) > bound.claim:
+        if bound.at(alone) > bound.claim:
             factor = bound.runs_to_decide()
             more = "" if factor is None else f"; about {factor * found.runs:,} runs of each world would decide"
             yield f"{bound.name} guesses better than {bound.claim:.3g} allows, by little{more}"

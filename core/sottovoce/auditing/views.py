@@ -15,7 +15,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.blackbox import number_views
-from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation, Overheard
+from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation, Decoded, Overheard
 
 REPEATED, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
@@ -65,22 +65,38 @@ def _table(runs: Sequence[Features]) -> FloatArray:
 
     Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
     """
-    common = Counter(key for run in runs for key, _ in run.layout)
-    widths = {key: width for run in runs for key, width in run.layout}
-    offsets: dict[Hashable, int] = {}
-    total = 0
-    for key, _ in common.most_common():
-        if total + widths[key] <= COLUMNS:
-            offsets[key] = total
-            total += widths[key]
-    found = np.full((len(runs), total), -1.0)
+    columns = _columns(runs)
+    found = np.full((len(runs), sum(width for _, width in columns.values())), -1.0)
     for k, run in enumerate(runs):
         start = 0
         for key, width in run.layout:
-            if key in offsets:
-                found[k, offsets[key] : offsets[key] + width] = run.numbers[start : start + width]
+            if key in columns:
+                first, _ = columns[key]
+                found[k, first : first + width] = run.numbers[start : start + width]
             start += width
     return found
+
+
+def _columns(runs: Sequence[Features]) -> dict[Hashable, tuple[int, int]]:
+    """Of every kind of thing that fits, the first column of a table, and how many it has."""
+    common = Counter(key for run in runs for key, _ in run.layout)
+    widths = {key: width for run in runs for key, width in run.layout}
+    found: dict[Hashable, tuple[int, int]] = {}
+    total = 0
+    for key, _ in common.most_common():
+        if total + widths[key] <= COLUMNS:
+            found[key] = total, widths[key]
+            total += widths[key]
+    return found
+
+
+def thing_at(runs: Sequence[Conversation], view: str, column: int) -> tuple[Hashable, int, int]:
+    """What a column of a view of `CHANNEL` is of: the kind of thing, its count within a run, and which of its numbers."""
+    for key, (first, width) in _columns([features(CHANNEL[view](run)) for run in runs]).items():
+        if first <= column < first + width and isinstance(key, tuple):
+            kind, k = key
+            return kind, k, column - first
+    raise IndexError(column)
 
 
 def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
@@ -126,10 +142,30 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
 
 def _fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
     """Everything that was decoded in a run: `FIELD in METHOD DIRECTION`, and the numbers."""
+    return ((name, values) for name, values, _ in _decoded_fields(run))
+
+
+def _decoded_fields(run: Conversation) -> Iterator[tuple[str, FloatArray, Decoded]]:
     for each in run.messages:
         if each.decoded is not None:
             for name, values in each.decoded.fields.items():
-                yield f"{name} in {each.place}", values
+                yield f"{name} in {each.place}", values, each.decoded
+
+
+def sources(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, Decoded]]]]:
+    """Of every field of `decoded`, message by message, the runs that have it, and what was decoded there."""
+    found: dict[str, list[list[tuple[int, Decoded]]]] = {}
+    for k, run in enumerate(runs):
+        count = Counter[str]()
+        for field, _, decoded in _decoded_fields(run):
+            messages = found.setdefault(field, [])
+            if count[field] < REPEATED:
+                if count[field] == len(messages):
+                    messages.append([])
+                messages[count[field]].append((k, decoded))
+            count[field] += 1
+    names = _shortened(found)
+    return {names[field]: messages for field, messages in found.items()}
 
 
 def _shortened(found: Iterable[str]) -> dict[str, str]:

@@ -40,15 +40,17 @@ class _Answers:
     Attributes:
         run: `(rows,)` the run of each.
         asked, answered: `(rows, numbers)` of the request, and of the answer to it.
+        names: of the numbers of an answer.
     """
 
     run: IntArray
     asked: FloatArray
     answered: FloatArray
+    names: tuple[str, ...]
 
 
-def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
-    """A view for each method whose requests and answers are decoded and vary: finite numbers `(runs, features)`.
+def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, tuple[FloatArray, tuple[str, ...]]]:
+    """A view for each method whose requests and answers are decoded and vary: finite numbers `(runs, features)`, and their names.
 
     Args:
         runs: what passed.
@@ -59,9 +61,10 @@ def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, Fl
         own = np.isin(answers.run, learnt)
         if int(own.sum()) < _LEAST:
             continue
-        asked, answered = (_varying(part, own) for part in (answers.asked, answers.answered))
+        (asked, _), (answered, kept) = (_varying(part, own) for part in (answers.asked, answers.answered))
         if asked.shape[1] and answered.shape[1]:
-            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED])
+            names = tuple(name for name, here in zip(answers.names, kept.tolist(), strict=True) if here)
+            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED], names[:_ANSWERED])
             found[f"answers of {method} beside their requests"] = _view(varying, learnt, len(runs))
     return found
 
@@ -69,18 +72,21 @@ def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, Fl
 def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
     """Answers by method, each beside the last request of its stream; of a method those of the commonest lengths."""
     rows: dict[str, list[tuple[int, FloatArray, FloatArray]]] = defaultdict(list)
+    names: dict[tuple[str, int], tuple[str, ...]] = {}
     for k, run in enumerate(runs):
         count = Counter[str]()
         for request, answer in _asked(run):
             count[answer.method] += 1
             if count[answer.method] <= REPEATED:
                 rows[answer.method].append((k, _numbers(request), _numbers(answer)))
+                names.setdefault((answer.method, len(rows[answer.method][-1][2])), _names(answer))
     found = {}
     for method, all_rows in rows.items():
         [(widths, _)] = Counter((len(asked), len(answer)) for _, asked, answer in all_rows).most_common(1)
         kept = [row for row in all_rows if (len(row[1]), len(row[2])) == widths]
         numbers = np.array([k for k, _, _ in kept])
-        found[method] = _Answers(numbers, np.stack([row[1] for row in kept]), np.stack([row[2] for row in kept]))
+        asked, answered = (np.stack([row[k] for row in kept]) for k in (1, 2))
+        found[method] = _Answers(numbers, asked, answered, names[method, widths[1]])
     return found
 
 
@@ -101,27 +107,33 @@ def _numbers(message: Overheard) -> FloatArray:
     return np.concatenate([np.empty(0), *(fields[name] for name in sorted(fields))])
 
 
-def _varying(values: FloatArray, own: BoolArray) -> FloatArray:
-    """The columns that vary, in units of their spread in the runs that may be learnt from."""
+def _names(message: Overheard) -> tuple[str, ...]:
+    fields = {} if message.decoded is None else message.decoded.fields
+    return tuple(f"number {k} of {name}" for name in sorted(fields) for k in range(len(fields[name])))
+
+
+def _varying(values: FloatArray, own: BoolArray) -> tuple[FloatArray, BoolArray]:
+    """The columns that vary, in units of their spread in the runs that may be learnt from; and which they are."""
     centre, spread = np.median(values[own], axis=0), values[own].std(axis=0)
     kept = np.isfinite(spread) & (spread > 0)
     varying: FloatArray = np.clip((values[:, kept] - centre[kept]) / spread[kept], -1e3, 1e3)
-    return varying
+    return varying, kept
 
 
-def _view(answers: _Answers, learnt: IntArray, runs: int) -> FloatArray:
-    """Sums over a run's answers of what is left of them, of its square, and of its products with the request."""
+def _view(answers: _Answers, learnt: IntArray, runs: int) -> tuple[FloatArray, tuple[str, ...]]:
+    """Sums over a run's answers of what is left of them, of its size and square, and of its products with the request."""
     alone = _left(answers, learnt)
     own = np.isin(answers.run, learnt)
-    width = answers.asked.shape[1] + 2
+    width = answers.asked.shape[1] + 3
     most = max(1, COLUMNS // (2 * width))
     clearest = np.argsort(alone[own].std(axis=0), kind="stable")[:most]  # noised ones tell little
     left = np.concatenate([alone[:, clearest], _beside_others(alone, own)[:, clearest]], axis=1)
-    factors = (np.ones(len(left)), left, *answers.asked.T)
+    factors = (np.ones(len(left)), np.sign(left), left, *answers.asked.T)
     view = np.zeros((runs, width, left.shape[1]))
     for k, factor in enumerate(factors):
         np.add.at(view[:, k], answers.run, left * factor.reshape(len(left), -1))
-    return view.reshape(runs, -1)
+    names = tuple(f"{answers.names[k]}, beside what its request explains" for k in clearest.tolist())
+    return view.reshape(runs, -1), names * 2 * width
 
 
 def _left(answers: _Answers, learnt: IntArray) -> FloatArray:

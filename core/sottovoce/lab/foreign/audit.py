@@ -8,22 +8,27 @@ processes of its own: two differ in it whatever they hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sottovoce.arrays import IntArray
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import TESTED, attack, level, split, tested
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.conversation import Conversation
-from sottovoce.auditing.levels import BLIND, Levels
+from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
 from sottovoce.auditing.verdict import Findings, Verdict, decide
-from sottovoce.auditing.views import timing, views
+from sottovoce.auditing.views import decoded, timing, views
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.answers import answer_views
+from sottovoce.lab.foreign.leaks import Leak, leaks
 from sottovoce.lab.foreign.repeats import Sign, signs
+
+if TYPE_CHECKING:
+    from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound
 
 _UNFAIR = 1e-3
 """Coins that a fair one gives less often than this are doubted."""
@@ -39,6 +44,8 @@ class ForeignAudit:
         in_turns: the worlds follow each other as coins do. If not, what drifts with time tells them apart, too.
         timed: guesses by timing; none where times are judged with the rest.
         signs: what was said twice.
+        leaks: the numbers that tell the worlds apart most, where a classifier does.
+        noise: what came of the claimed noise; None: none is claimed.
         found: guesses by all that is judged.
         verdict: on the claim.
     """
@@ -48,20 +55,23 @@ class ForeignAudit:
     in_turns: bool
     timed: tuple[Bound, ...]
     signs: tuple[Sign, ...]
+    leaks: tuple[Leak, ...]
+    noise: NoiseFound | None
     found: Findings
     verdict: Verdict
 
     @property
     def most(self) -> float:
         """The bound if every guess were right."""
-        guesses = tested(sum(self.runs))
-        return epsilon_lower_bound(guesses, guesses, level(self.found.levels))
+        return self.found.most
 
 
 def audit_conversations(
     runs: Sequence[Conversation],
     *,
     claim: float = math.inf,
+    delta: float = 0.0,
+    noise: Mapping[str, NoiseClaim] | None = None,
     confidence: float = 0.95,
     seed: int = 0,
     one_machine: bool = False,
@@ -73,6 +83,8 @@ def audit_conversations(
     Args:
         runs: of both worlds, each in a world that a fair coin chose.
         claim: epsilon that is claimed for a run; infinite: nothing is.
+        delta: at which it is claimed, and bounded.
+        noise: what is claimed of the noise in decoded fields, by name; empty: nothing is.
         confidence: with which a claim that holds is not refuted.
         seed: of the split and the classifiers.
         one_machine: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
@@ -82,37 +94,101 @@ def audit_conversations(
 
     Raises:
         CaptureError: a world has no run.
-        SpecError: scipy or scikit-learn are not installed.
+        SpecError: scipy or scikit-learn are not installed; or noise is claimed of a field that there is not.
     """
     for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
-    levels = Levels(1.0 - confidence, BLIND)
-    dropped, boxed, clocked = np.random.SeedSequence(seed).spawn(3)
+    from sottovoce.lab.foreign.noise import examine
+
+    levels = Levels(1.0 - confidence, OF_NOISE if noise else BLIND)
+    dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
     kept = _balanced(sorted(runs, key=lambda run: run.began), np.random.default_rng(dropped))
     worlds = np.array([run.world for run in kept], dtype=np.int64)
     in_turns = _in_turns(worlds)
     say("looking for what is said twice")
     seen = signs(kept)
+    noised = None
+    if noise:
+        say("testing the noise")
+        noised = examine(kept, noise, levels, np.random.default_rng(spread), claim, delta)
     say("black box")
     learnt, _ = split(len(kept), boxed)
-    clocks = timing(kept)
-    seen_in = views(kept) | answer_views(kept, learnt) | (clocks if one_machine else {})
-    attacks = attack(seen_in, worlds, levels, claim, boxed)
+    clocks, answers = timing(kept), answer_views(kept, learnt)
+    seen_in = views(kept) | spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
+    seen_in |= clocks if one_machine else {}
+    bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
+    shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
+    guesses = tested(len(kept))
+    decided = noised is not None and not math.isnan(noised.epsilon)  # without a guess
     found = Findings(
         runs=len(kept) // 2,
         levels=levels,
         claim=claim,
-        bounds=tuple(each.bound for each in attacks),
+        tests=() if noised is None else noised.tests,
+        bounds=tuple(_named(bound, shown) for bound in bounds),
         signs=tuple(map(str, seen)),
-        needed=runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0,
+        needed=0 if decided or math.isinf(claim) else runs_to_show(claim, level(levels), TESTED, delta),
         proviso="" if in_turns else ", if nothing but the world changed between them",
         void=void,
+        most=epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
+        delta=delta,
     )
     if one_machine:
         found = replace(found, signs=(*found.signs, *_apart(found)))
-    timed = () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked))
+    elif 0.0 < claim < math.inf:
+        found = _with_power(found, kept, noised)
+    timed = (
+        () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
+    )
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
-    return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, found, decide(found))
+    return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, shown, noised, found, decide(found))
+
+
+def spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
+    """Views that see how far numbers lie from their middle: noise of another size tells a world, too.
+
+    Args:
+        runs: what passed.
+        learnt: the runs that may be learnt from, whose medians are the middle.
+    """
+    found = {}
+    for field, values in decoded(runs).items():
+        far = np.abs(values - np.median(values[learnt], axis=0))
+        usual = np.median(far[learnt], axis=0)
+        size = np.clip(np.divide(far, usual, out=np.zeros_like(far), where=usual > 0.0), 0.0, 20.0)
+        found[f"spread of {field}"] = size.reshape(len(runs), -1)
+        parts = np.stack([size, np.log(size + 1e-3), size**2], axis=-1)
+        each = parts.mean(axis=2).reshape(len(runs), -1)
+        means = [size.mean(axis=1), each, parts.mean(axis=(1, 2))]
+        found[f"mean spread of {field}"] = np.concatenate(means, axis=1)
+    return found
+
+
+def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
+    """A bound with the number that shows most in its view."""
+    where = next((str(leak) for leak in shown if leak.view == bound.view), "")
+    return replace(bound, where=where) if where and bound.value > 0.0 else bound
+
+
+def _with_power(found: Findings, runs: Sequence[Conversation], noised: NoiseFound | None) -> Findings:
+    """With what would have been found, and the plainest violation that would not."""
+    from sottovoce.lab.foreign import power
+
+    messages = power.messages_of(runs)
+    guesser = power.Power(found.claim, found.delta, messages, found.levels)
+    reaches = tuple(power.reaches(guesser, found.claim, len(runs), found.levels, messages, found.delta))
+    if noised is not None and noised.numbers:
+        reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
+        if not math.isnan(noised.epsilon):
+            halved = power.finds_half(noised.numbers, found.levels)
+            return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
+    blind = ""
+    if found.needed <= found.runs and not guesser.finds(2.0, len(runs)):
+        many = guesser.runs_for(2.0)
+        needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
+        blind = "a service with half of its noise" if noised is None else "a record that moves messages twice as far"
+        blind = f"{blind} (the best of guessers needs {needed})"
+    return replace(found, reaches=reaches, blind=blind)
 
 
 def _apart(found: Findings) -> tuple[str, ...]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conversation import Conversation, Overheard
 from sottovoce.auditing.views import decoded
 from sottovoce.data.files import import_extra
+from sottovoce.lab.foreign.leaks import message_names
 from sottovoce.lab.foreign.resolution import resolution
 from sottovoce.running.assembly import Versions
 
@@ -24,6 +25,15 @@ _CHANCE = 1e-6
 
 _LEAST = 16
 """Of fewer numbers, or of messages with fewer bytes, nothing is concluded."""
+
+_OFTEN = 8
+"""What both worlds say more often than this is a constant of the protocol, and no noise."""
+
+_ALONE = 24
+"""What so many runs say, all of one world, tells the world: fair coins do so once in ten million times."""
+
+_ALWAYS = 24
+"""Runs of each world, at least, that show that a number is always the same in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +58,41 @@ class Sign:
 
 def signs(runs: Sequence[Conversation]) -> tuple[Sign, ...]:
     """All of them."""
-    return (*_numbers_again(runs), *_bytes_again(runs), *_equivocations(runs))
+    return (*_constant(runs), *_numbers_again(runs), *_bytes_again(runs), *_equivocations(runs))
+
+
+def _constant(runs: Sequence[Conversation]) -> list[Sign]:
+    """Numbers that are the same in all runs of a world, and others in the other one: without noise, or always with the same."""
+    worlds = np.array([run.world for run in runs])
+    if min(np.count_nonzero(worlds == world) for world in (0, 1)) < _ALWAYS:
+        return []
+    found = []
+    for field, values in decoded(runs).items():
+        first, second = (values[worlds == world] for world in (0, 1))
+        same = (first == first[:1]).all(axis=0) & (second == second[:1]).all(axis=0) & (first[0] != second[0])
+        if same.any():
+            t, number = (int(axis[0]) for axis in np.nonzero(same))
+            place = f"number {number} of {field}, {message_names(runs)[field][t]}"
+            more = int(same.sum()) - 1
+            also = f", as {more:,} more of {field} {'are' if more > 1 else 'is'}" if more else ""
+            text = f"{place} is the same in all runs of a world, without noise or always with the same{also}"
+            where = f"{first[0, t, number]:.6g} in world 0, {second[0, t, number]:.6g} in world 1"
+            found.append(Sign("said again", text, len(runs) * (more + 1), where))
+    return found
 
 
 def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
     poisson = import_extra("scipy.stats", "scipy", "an audit").poisson
+    worlds = np.array([run.world for run in runs])
     found = []
     for field, values in decoded(runs).items():
-        varied = values * (values != values[:1]).any(axis=0)
-        place = np.nonzero(varied)
-        said = varied[place]
-        ties = len(said) - len(np.unique(said))
-        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(said)) >= _CHANCE:
+        place = np.nonzero(values * (values != values[:1]).any(axis=0))
+        kept = _noisy(values[place], worlds[place[0]])
+        place = tuple(axis[kept] for axis in place)
+        said = values[place]
+        distinct = np.unique(said)
+        ties = len(said) - len(distinct)
+        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, len(said))) >= _CHANCE:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
@@ -67,15 +100,28 @@ def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
     return found
 
 
-def _by_chance(said: FloatArray) -> float:
-    """How many of these numbers should coincide with another one, were each drawn anew from the density they show."""
-    ordered = np.sort(said)
-    reach = max(2, int(np.sqrt(len(ordered))) // 2)
-    above = np.minimum(np.arange(len(ordered)) + reach, len(ordered) - 1)
-    below = np.maximum(np.arange(len(ordered)) - reach, 0)
-    with np.errstate(divide="ignore"):  # many equal numbers: then coincidence is the rule
-        density = (above - below) / (ordered[above] - ordered[below])
-    return float(0.5 * np.sum(density * resolution(ordered)))
+def _noisy(said: FloatArray, worlds: IntArray) -> BoolArray:
+    """Which numbers may be noise: not the ends, to which numbers are cut off, and no constant that both worlds say often."""
+    _, inverse = np.unique(said, return_inverse=True)
+    counts = [np.bincount(inverse[worlds == world], minlength=int(inverse.max(initial=-1)) + 1) for world in (0, 1)]
+    constant = (counts[0] > 0) & (counts[1] > 0) & (counts[0] + counts[1] > _OFTEN)
+    noisy: BoolArray = ~constant[inverse]
+    if len(said):
+        noisy &= (said != said.min()) & (said != said.max())
+    return noisy
+
+
+def _by_chance(distinct: FloatArray, numbers: int) -> float:
+    """How many of so many numbers should coincide with another one, were each drawn anew from the density that they show.
+
+    The density is that of the different ones among them, so that a few that are repeated very often do not explain themselves.
+    """
+    reach = max(2, int(np.sqrt(len(distinct))) // 2)
+    above = np.minimum(np.arange(len(distinct)) + reach, len(distinct) - 1)
+    below = np.maximum(np.arange(len(distinct)) - reach, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a single number: coincidence is the rule
+        density = (above - below) / (distinct[above] - distinct[below]) / len(distinct)
+    return float(0.5 * numbers**2 * np.nan_to_num(np.mean(density * resolution(distinct)), nan=np.inf, posinf=np.inf))
 
 
 def _pair(said: FloatArray) -> tuple[int, int]:
@@ -113,10 +159,17 @@ def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
             if each.digest in known:
                 repeated.append(f"{known[each.digest]} and {where}")
             known.setdefault(each.digest, where)
-        if repeated and 2 * len(known) > len(varied):
+        if repeated and (2 * len(known) > len(varied) or _of_one_world(varied)):
             text = f"{len(repeated):,} of {len(varied):,} messages of {place} are said again, byte for byte"
             found.append(Sign("said again", text, len(repeated), repeated[0]))
     return found
+
+
+def _of_one_world(said: Sequence[tuple[Conversation, int, Overheard]]) -> bool:
+    """Whether some message is said so often, and in one world alone, that no coin does that."""
+    places = {(each.digest, run.world, run.name) for run, _, each in said}
+    runs = Counter((message, world) for message, world, _ in places)
+    return any(count > _ALONE and not runs[message, 1 - world] for (message, world), count in runs.items())
 
 
 def _varied(
