@@ -133,7 +133,9 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     found: dict[str, list[list[FloatArray]]] = {}
     for k, run in enumerate(runs):
         for field, values in _fields(run):
-            mine = found.setdefault(field, [[] for _ in runs])[k]
+            if field not in found:
+                found[field] = [[] for _ in runs]
+            mine = found[field][k]
             if len(mine) < REPEATED:
                 mine.append(values)
     names = _shortened(found)
