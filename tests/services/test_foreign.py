@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_client.cli import app
 from sottovoce_client.lab.foreign.audit import audit_foreign
-from sottovoce_client.lab.foreign.runs import RunIs, load_decoder, read_runs
+from sottovoce_client.lab.foreign.runs import ForeignRequest, RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper import relay as forwarding
 from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
@@ -86,9 +86,7 @@ async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) ->
 
 def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunIs = "connection") -> Any:
     console = Console(width=100, record=True, quiet=True)
-    code = audit_foreign(
-        folder, decoder=decoder, run_is=run_is, claim=1.0, confidence=0.9999, seed=0, out=out, console=console
-    )
+    code = audit_foreign(ForeignRequest(folder, decoder, run_is, claim=1.0, confidence=0.9999), out, console)
     return code, json.loads((out / "audit.json").read_text(encoding="utf-8"))
 
 

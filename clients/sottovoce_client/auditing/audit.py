@@ -308,7 +308,7 @@ def print_rows(rows: Iterable[TableRow], console: Console) -> None:
 
 def _rows(done: Audit) -> Iterator[TableRow]:
     found = done.found
-    yield _tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
+    yield tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
     if done.shown is None:
         yield "likelihood", "the loss of every transcript", "not known to this listener", NOTHING, number(found.claim)
     else:
@@ -318,7 +318,7 @@ def _rows(done: Audit) -> Iterator[TableRow]:
             result += "; as if the noise were as claimed, which it is not"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
     if found.of("likelihood").tests:
-        yield _tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
+        yield tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
     yield from map(guess_row, found.of("likelihood").bounds)
     if found.rounds is not None:
         values = [bound.value for bound in found.rounds.bounds]
@@ -332,7 +332,7 @@ def _rows(done: Audit) -> Iterator[TableRow]:
         )
     yield from map(guess_row, found.of("black box").bounds)
     if found.of("black box").tests:
-        yield _tests_row(found, "black box", "the rest, given the messages", "nothing to test")
+        yield tests_row(found, "black box", "the rest, given the messages", "nothing to test")
 
 
 def guess_row(bound: Bound) -> TableRow:
@@ -343,7 +343,7 @@ def guess_row(bound: Bound) -> TableRow:
     return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
 
 
-def _tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
+def tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
     """The tests of a family, by the one that says most against the claim."""
     tests = [test for test in found.of(family).tests if test.p_value == test.p_value]
     if not tests:

@@ -152,19 +152,23 @@ def said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
     title = "With fresh noise in every run"
     if place is None:
         return Figure("said", title, (), ())
-    values = done.seen[:, place[0], place[1]]
+    return worlds_plot("said", title, done.seen[:, place[0], place[1]], done.worlds, "number that is said")
+
+
+def worlds_plot(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
+    """One number of every run, a histogram for each world."""
     known = np.isfinite(values)
     low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
     if not low < high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     edges = np.linspace(low, high, 50 if len(values) > 400 else 26)
     marks = []
-    for world, (name, colour) in enumerate(WORLDS):
-        mine = values[known & (done.worlds == world)]
+    for world, (which, colour) in enumerate(WORLDS):
+        mine = values[known & (worlds == world)]
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
-        marks.append(bars(edges, shares, name, colour))
-    view = View("", Axis("number that is said"), Axis("share of runs", form="share", zero=True))
-    return Figure("said", title, marks, (view,))
+        marks.append(bars(edges, shares, which, colour))
+    view = View("", Axis(axis), Axis("share of runs", form="share", zero=True))
+    return Figure(name, title, marks, (view,))
 
 
 # ---- learners --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.auditing.audit import Audit, Coins
-from sottovoce.auditing.bounds import ceiling
+from sottovoce.auditing.bounds import Bound, ceiling
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.twins import Twins
 from sottovoce.auditing.verdict import Findings, decide
@@ -27,7 +27,7 @@ _MOST_ROUNDS = 1000
 _MOST_EVIDENCE = 8
 COINS: Mapping[Coins, str] = {"operating system": "the operating system’s", "not known": "not known"}
 """Whose coins are that are not the seed's, in words."""
-_DIGEST_LINES = """\
+DIGEST_LINES = """\
 raw() { sha256sum "$@" | cut -c -64 | python -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))'; }
 (raw capture.json; raw part-*.parquet | raw) | sha256sum"""
 """`Capture.digests` for whoever has no Sottovoce."""
@@ -57,7 +57,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "about": about(done),
         "seed": seed,
         "coins": COINS.get(done.coins, ""),
-        "digest_lines": _DIGEST_LINES,
+        "digest_lines": DIGEST_LINES,
         "digest": digest,
         "names": plan.run.spec.names,
         **_families(found),
@@ -138,22 +138,32 @@ def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
 
 def _tables(done: Audit) -> Iterator[PageTable]:
     found = done.found
-    tests = [(t.name, t.what, t.where, t.statistic, t.p_value, t.level) for t in found.tests]
+    yield tests_table(found.tests)
+    yield guesses_table("guesses", "Guesses", found.bounds)
+    yield _single(found)
+    yield _moved(done.twins)
+    yield pictures.learners_table(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
+
+
+def tests_table(tests: Sequence[Test]) -> PageTable:
+    """All tests, those that fail marked."""
+    rows = [(t.name, t.what, t.where, t.statistic, t.p_value, t.level) for t in tests]
     heads = (
         Column("what is tested", kind="long"),
         Column("where it was largest", lambda where: where or NOTHING, "long"),
     )
     figures = (Column("statistic", number), Column("p-value", chance), Column("rejects below", two))
-    rejected = [k for k, test in enumerate(found.tests) if test.rejects]
-    yield _marked("tests", "Tests", (Column("test"), *heads, *figures), tests, rejected)
-    guesses = [(b.name, (b.correct, b.guesses), b.value, b.claim, b.level) for b in found.bounds]
+    rejected = [k for k, test in enumerate(tests) if test.rejects]
+    return _marked("tests", "Tests", (Column("test"), *heads, *figures), rows, rejected)
+
+
+def guesses_table(name: str, title: str, bounds: Sequence[Bound]) -> PageTable:
+    """What guessers came to, those above their claims marked."""
+    guesses = [(b.name, (b.correct, b.guesses), b.value, b.claim, b.level) for b in bounds]
     shown = (_GUESSES, Column("ε at least", three), Column("claimed ε", number))
-    over = [k for k, bound in enumerate(found.bounds) if bound.rejects]
+    over = [k for k, bound in enumerate(bounds) if bound.rejects]
     columns = (Column("who guesses"), *shown, Column("may be wrong with", two))
-    yield _marked("guesses", "Guesses", columns, guesses, over)
-    yield _single(found)
-    yield _moved(done.twins)
-    yield pictures.learners_table(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
+    return _marked(name, title, columns, guesses, over)
 
 
 def _marked(

@@ -296,6 +296,11 @@ def eavesdropper_audit(
         float | None,
         real(least=0.0, most=1e9, help="Epsilon that the service's owner claims for a run.", show_default="none"),
     ] = None,
+    delta: Annotated[float, real(least=0.0, most=0.5, help="Delta at which epsilon is claimed, and bounded.")] = 0.0,
+    noise: Annotated[
+        Path | None,
+        typer.Option(help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"),
+    ] = None,
     confidence: Annotated[
         float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")
     ] = 0.95,
@@ -305,21 +310,17 @@ def eavesdropper_audit(
 ) -> None:
     """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
 
-    Writes audit.json. Exits with 1 if the claim is refuted.
+    Writes audit.json and audit.html. Exits with 1 if the claim is refuted.
     """
     from sottovoce_client import terminal
     from sottovoce_client.lab.foreign.audit import audit_foreign
+    from sottovoce_client.lab.foreign.runs import ForeignRequest
 
-    folder_of_results = folder_for("audit", out, ["audit.json"])
-    code = audit_foreign(
-        folder,
-        decoder=decoder,
-        run_is=run_is,
-        claim=math.inf if claim is None else claim,
-        confidence=confidence,
-        seed=seed,
-        out=folder_of_results,
+    folder_of_results = folder_for("audit", out, ["audit.json", "audit.html"])
+    asked = ForeignRequest(
+        folder, decoder, run_is, math.inf if claim is None else claim, delta, noise, confidence, seed
     )
+    code = audit_foreign(asked, folder_of_results)
     terminal.tell_file(folder_of_results / "audit.json")
     raise typer.Exit(code)
 

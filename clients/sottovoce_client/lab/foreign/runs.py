@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sottovoce.auditing.conversation import HEAD, Conversation, Decoded, Overheard, digest, numbers
@@ -30,6 +31,36 @@ _PLACES = 5
 _COLUMNS = ("connection", "stream", "method", "direction", "kind", "wall_ns", "mono_ns", "size", "payload")
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignRequest:
+    """What is asked of captures of a service that is not ours.
+
+    Attributes:
+        folder: with captures of both worlds below it.
+        decoder: `module:function` that reads a message; None: only bytes are looked at.
+        run_is: what one run is.
+        claim: epsilon that the owner claims for a run; infinite: nothing is.
+        delta: at which it is claimed.
+        noise: file of what is claimed of the noise in decoded fields; None: nothing is.
+        confidence: with which a claim that holds is not refuted.
+        seed: of the split and the classifiers.
+    """
+
+    folder: str | Path
+    decoder: str | None = None
+    run_is: RunIs = "connection"
+    claim: float = math.inf
+    delta: float = 0.0
+    noise: Path | None = None
+    confidence: float = 0.95
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return PurePosixPath(str(self.folder)).name or str(self.folder)
+
+
 @dataclass(slots=True)
 class Reading:
     """What was read of the captures.
@@ -44,6 +75,7 @@ class Reading:
         cut: runs that said more than is looked at.
         paused: connections that were left out, because they may be two.
         unnamed: streams that were left out, because their metadata do not name a run.
+        captures: SHA-256 of every capture, by its path in the folder.
     """
 
     runs: list[Conversation] = field(default_factory=list)
@@ -55,6 +87,7 @@ class Reading:
     cut: int = 0
     paused: int = 0
     unnamed: int = 0
+    captures: dict[str, str] = field(default_factory=dict)
 
 
 def load_decoder(name: str) -> _Decoder:
@@ -82,7 +115,8 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Re
     """
     if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
         raise SpecError(f"--run-is must be connection, stream or metadata:KEY, got {run_is}")
-    captures = list(find_captures(open_folder(folder)))
+    place = open_folder(folder)
+    captures = list(find_captures(place))
     if not captures:
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
     reading = Reading(unfinished=sum(not capture.complete for capture in captures))
@@ -90,6 +124,8 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Re
         if capture.world not in (0, 1):
             raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {capture.world}")
         _read(capture, capture.world, decoder, run_is, reading)
+        name = capture.name.removeprefix(f"{place.name}/")
+        reading.captures[PurePosixPath(name).name if name == place.name else name] = capture.digests()[0]
     if reading.failed and not reading.decoded:
         raise CaptureError(
             f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"

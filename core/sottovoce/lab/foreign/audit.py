@@ -44,6 +44,7 @@ class ForeignAudit:
         in_turns: the worlds follow each other as coins do. If not, what drifts with time tells them apart, too.
         timed: guesses by timing; none where times are judged with the rest.
         signs: what was said twice.
+        messages: of a run, among which epsilon may be divided.
         leaks: the numbers that tell the worlds apart most, where a classifier does.
         noise: what came of the claimed noise; None: none is claimed.
         found: guesses by all that is judged.
@@ -55,6 +56,7 @@ class ForeignAudit:
     in_turns: bool
     timed: tuple[Bound, ...]
     signs: tuple[Sign, ...]
+    messages: int
     leaks: tuple[Leak, ...]
     noise: NoiseFound | None
     found: Findings
@@ -99,6 +101,7 @@ def audit_conversations(
     for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
     from sottovoce.lab.foreign.noise import examine
+    from sottovoce.lab.foreign.power import messages_of
 
     levels = Levels(1.0 - confidence, OF_NOISE if noise else BLIND)
     dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
@@ -133,15 +136,18 @@ def audit_conversations(
         most=epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
         delta=delta,
     )
+    messages = messages_of(kept)
     if one_machine:
         found = replace(found, signs=(*found.signs, *_apart(found)))
     elif 0.0 < claim < math.inf:
-        found = _with_power(found, kept, noised)
+        found = _with_power(found, len(kept), messages, noised)
     timed = (
         () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
     )
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
-    return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, shown, noised, found, decide(found))
+    return ForeignAudit(
+        counts, len(runs) - len(kept), in_turns, timed, seen, messages, shown, noised, found, decide(found)
+    )
 
 
 def spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
@@ -170,20 +176,19 @@ def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
     return replace(bound, where=where) if where and bound.value > 0.0 else bound
 
 
-def _with_power(found: Findings, runs: Sequence[Conversation], noised: NoiseFound | None) -> Findings:
+def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | None) -> Findings:
     """With what would have been found, and the plainest violation that would not."""
     from sottovoce.lab.foreign import power
 
-    messages = power.messages_of(runs)
     guesser = power.Power(found.claim, found.delta, messages, found.levels)
-    reaches = tuple(power.reaches(guesser, found.claim, len(runs), found.levels, messages, found.delta))
+    reaches = tuple(power.reaches(guesser, found.claim, runs, found.levels, messages, found.delta))
     if noised is not None and noised.numbers:
         reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
         if not math.isnan(noised.epsilon):
             halved = power.finds_half(noised.numbers, found.levels)
             return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
     blind = ""
-    if found.needed <= found.runs and not guesser.finds(2.0, len(runs)):
+    if found.needed <= found.runs and not guesser.finds(2.0, runs):
         many = guesser.runs_for(2.0)
         needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
         blind = "a service with half of its noise" if noised is None else "a record that moves messages twice as far"

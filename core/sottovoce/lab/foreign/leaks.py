@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,7 +164,7 @@ class _Place:
         )
 
 
-_OF_FIELDS = {
+_OF_FIELDS: Mapping[str, Callable[[_Place, int], str]] = {
     "values": _Place.doubled,
     "low bits": lambda place, column: f"low bits of {place.doubled(column)}",
     "repeats": _Place.repeated,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.dependence import Dependence
 from sottovoce.auditing.conformance.instrument import Instrument
@@ -203,15 +203,19 @@ def _standard(field: _Field, worlds: IntArray, generator: np.random.Generator) -
     said = field.said + jitter
     if field.centres is not None:
         own = np.where((worlds == 1)[:, None, None], field.centres[1], field.centres[0])
-        return as_laplace(field.claim.law, (said - own) / field.scale), 2.0 * worlds - 1.0
+        return as_laplace(field.claim.law, (said - own) / field.scale), _signs(worlds)
     first, second = _pairs(worlds)
     difference = (said[first] - said[second]) / field.scale
-    signs = 2.0 * worlds[first] - 1.0
     if field.claim.law == "gaussian":
-        return as_laplace("gaussian", difference / math.sqrt(2.0)), signs
+        return as_laplace("gaussian", difference / math.sqrt(2.0)), _signs(worlds[first])
     # Of two standard Laplace numbers: P(|D| > t) = exp(-t) (1 + t/2).
     sizes = np.abs(difference)
-    return np.copysign(sizes - np.log1p(sizes / 2.0), difference), signs
+    return as_floats(np.copysign(sizes - np.log1p(sizes / 2.0), difference)), _signs(worlds[first])
+
+
+def _signs(worlds: IntArray) -> FloatArray:
+    """-1 in world 0, 1 in world 1."""
+    return as_floats(2 * worlds - 1)
 
 
 def _pairs(worlds: IntArray) -> tuple[IntArray, IntArray]:

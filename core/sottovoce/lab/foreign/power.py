@@ -87,16 +87,19 @@ class Power:
 
     def finds(self, factor: float, runs: int) -> bool:
         """Whether the best guesser shows, nine times in ten, more than the claim of such noise; runs of both worlds."""
+        return self.shown(factor, runs) > self._claim
+
+    def shown(self, factor: float, runs: int) -> float:
+        """The bound on epsilon that the best guesser shows of such noise, nine times in ten; runs of both worlds."""
         losses, guesses = self.losses(factor), tested(runs)
-        sizes = np.abs(losses)
+        sizes, best = np.abs(losses), 0.0
         for share in _SHARES:
             least = min(float(np.quantile(sizes, 1.0 - share)), float(sizes.max()) * (1.0 - 1e-9))
             guessed = sizes >= least
             made = int(guesses * guessed.mean())
             right = int(stats.binom.ppf(1.0 - _POWER, made, float((losses[guessed] > 0.0).mean()))) if made else 0
-            if epsilon_lower_bound(right, made, self._level, self._delta, guesses) > self._claim:
-                return True
-        return False
+            best = max(best, epsilon_lower_bound(right, made, self._level, self._delta, guesses))
+        return best
 
     def least(self, runs: int) -> float:
         """The smallest factor that is found; infinite: none up to 1,000 is."""
@@ -151,8 +154,8 @@ def reaches(power: Power, claim: float, runs: int, levels: Levels, messages: int
     if math.isfinite(factor):
         law = "Gaussian" if delta else "Laplace"
         spread = f" in {messages:,} messages" if messages > 1 and not delta else ""
-        share = f"{100 / factor:.2g} % of the {law} noise that the claim needs{spread}, by the best of guessers"
-        yield Reach("classifiers", factor, share)
+        text = f"{100 / factor:.2g} % of the {law} noise that the claim needs{spread}, by the best of guessers"
+        yield Reach("classifiers", factor, text)
     guesses = tested(runs)
     for right in range(1, guesses + 1):
         if epsilon_lower_bound(right, right, level(levels), delta, guesses) > claim:
