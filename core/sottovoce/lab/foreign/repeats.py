@@ -90,9 +90,9 @@ def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
         kept = _noisy(values[place], worlds[place[0]])
         place = tuple(axis[kept] for axis in place)
         said = values[place]
-        distinct = np.unique(said)
+        distinct, counts = np.unique(said, return_counts=True)
         ties = len(said) - len(distinct)
-        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, len(said))) >= _CHANCE:
+        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(distinct, counts)) >= _CHANCE:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
@@ -111,17 +111,19 @@ def _noisy(said: FloatArray, worlds: IntArray) -> BoolArray:
     return noisy
 
 
-def _by_chance(distinct: FloatArray, numbers: int) -> float:
-    """How many of so many numbers should coincide with another one, were each drawn anew from the density that they show.
+def _by_chance(distinct: FloatArray, counts: IntArray) -> float:
+    """How many of these numbers should coincide with another one, were each drawn anew from the density that they show.
 
-    The density is that of the different ones among them, so that a few that are repeated very often do not explain themselves.
+    The density is how many lie among so many different ones, so that a few that are repeated very often do not explain themselves.
     """
     reach = max(2, int(np.sqrt(len(distinct))) // 2)
     above = np.minimum(np.arange(len(distinct)) + reach, len(distinct) - 1)
     below = np.maximum(np.arange(len(distinct)) - reach, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):  # a single number: coincidence is the rule
-        density = (above - below) / (distinct[above] - distinct[below]) / len(distinct)
-    return float(0.5 * numbers**2 * np.nan_to_num(np.mean(density * resolution(distinct)), nan=np.inf, posinf=np.inf))
+    if above[0] == below[0]:
+        return np.inf  # of a single number coincidence is the rule
+    upto = counts.cumsum()
+    density = (upto[above] - upto[below]) / (distinct[above] - distinct[below])
+    return float(0.5 * np.sum(counts * density * resolution(distinct)))
 
 
 def _pair(said: FloatArray) -> tuple[int, int]:

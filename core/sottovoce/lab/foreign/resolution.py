@@ -16,10 +16,10 @@ _FEW = 16
 def resolution(ordered: FloatArray) -> FloatArray:
     """Of finite numbers in order, each by itself: the coarsest rounding that all of them have been through.
 
-    Known are floats of either size, multiples of a power of two, of ten, or of any step, and so many digits.
+    Known are floats of any size, multiples of a power of two, of ten, or of any step, and so many digits.
     """
     floats = _spacing(ordered)
-    coarsest = np.maximum(floats, _grid(ordered))
+    coarsest = np.maximum(np.maximum(floats, _short(ordered)), _grid(ordered))
     for found in (_decimals(ordered, floats), _digits(ordered, floats), _step(ordered, floats)):
         if found is not None:
             coarsest = np.maximum(coarsest, found)
@@ -33,6 +33,16 @@ def _spacing(values: FloatArray) -> FloatArray:
         if (single == values).all():
             return np.spacing(np.abs(single)).astype(np.float64)
     return np.spacing(np.abs(values))
+
+
+def _short(values: FloatArray) -> FloatArray:
+    """To the next float with a mantissa as long as the longest of these: float16, bfloat16, or any other."""
+    mantissas, exponents = np.frexp(values)
+    bits = np.abs(mantissas * 2.0**53).astype(np.int64)
+    zeros = np.bitwise_count((bits & -bits) - 1).astype(np.int64)[bits > 0].min(initial=53)
+    with np.errstate(under="ignore"):
+        spacing: FloatArray = np.where(bits > 0, np.ldexp(1.0, exponents - 53 + int(zeros)), 0.0)
+    return spacing
 
 
 def _grid(values: FloatArray) -> float:
