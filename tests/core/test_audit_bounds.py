@@ -145,3 +145,33 @@ def test_the_threshold_is_the_strength_that_pays() -> None:
     strengths = np.concatenate([np.full(100, 4.0), np.full(900, 0.1)])
     assert threshold(strengths, 1000, 0.05) == pytest.approx(4.0)
     assert threshold(np.full(100, 0.5), 1000, 0.05) == pytest.approx(0.5)
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("delta", [0.001, 0.05])
+def test_a_bound_at_a_delta_is_above_epsilon_as_rarely_as_it_says(delta: float) -> None:
+    """A mechanism that tells all with probability delta, and epsilon 1 else; 20,000 audits at 95 %.
+
+    By construction at most 5 % are above it; more than 5.7 % have a chance below 1e-5.
+    """
+    generator = np.random.default_rng(0)
+    tested, audits = 200, 20_000
+    free = generator.binomial(tested, delta, audits)
+    right = free + generator.binomial(tested - free, 1.0 / (1.0 + math.exp(-1.0)))
+    known = {k: epsilon_lower_bound(k, tested, 0.05, delta, tested) for k in set(right.tolist())}
+    above = np.mean([known[k] > 1.0 for k in right.tolist()])
+
+    assert above < 0.057
+    assert epsilon_lower_bound(150, tested, 0.05, delta, tested) < epsilon_lower_bound(150, tested, 0.05)
+    assert epsilon_lower_bound(150, tested, 0.05, 1e-12, tested) == pytest.approx(
+        epsilon_lower_bound(150, tested, 0.05)
+    )
+
+
+def test_the_runs_needed_at_a_delta_are_those_that_suffice() -> None:
+    runs = int(runs_to_show(2.0, 0.025, 0.4, 1e-3))
+    enough, few = (int(0.8 * each) for each in (runs, runs - 1))
+
+    assert epsilon_lower_bound(enough, enough, 0.025, 1e-3, enough) > 2.0
+    assert epsilon_lower_bound(few, few, 0.025, 1e-3, few) <= 2.0
+    assert runs_to_show(60.0, 0.025, 0.4, 1e-3) == math.inf

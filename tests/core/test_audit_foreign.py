@@ -15,12 +15,14 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.blackbox import TESTED, level
 from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.conversation import Conversation, Decoded, Overheard, digest, numbers
-from sottovoce.auditing.levels import BLIND, Levels
+from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import decoded, timing, views
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound, examine
+from sottovoce.lab.foreign.power import Power, gaussian_epsilon, gaussian_shift
 from sottovoce.lab.foreign.repeats import signs
 
 ONE_FAMILY = Levels(0.05, BLIND)
@@ -61,9 +63,9 @@ def audited(runs: Sequence[Conversation], claim: float = 1.0, confidence: float 
     return audit_conversations(runs, claim=claim, confidence=confidence)
 
 
-def test_correct_noise_is_consistent_with_its_epsilon() -> None:
-    """By construction refuted with probability at most 0.001."""
-    done = audited(conversations(noised))
+def test_correct_noise_is_consistent_with_more_than_its_epsilon() -> None:
+    """By construction refuted with probability at most 0.05. With 250 runs, half of the noise for epsilon 3 would have shown."""
+    done = audited(conversations(noised), 3.0, 0.95)
 
     assert done.verdict.kind == "consistent"
     assert done.found.largest < 1.0
@@ -76,6 +78,8 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
 
     assert done.verdict.kind == "refuted"
     assert ("values of total" if read else "bytes") in done.verdict.text
+    place = "number 0 of total, message 1 (round 1, from clinic)" if read else "of message 1, /a/B response"
+    assert place in done.verdict.text and place in done.leaks[0].place
     assert done.found.largest == pytest.approx(done.most, rel=0.1)
 
 
@@ -129,7 +133,7 @@ def test_timing_is_shown_and_not_judged() -> None:
         replace(run, heard=tuple(replace(each, seconds=each.seconds * (1 + run.world)) for each in run.heard))
         for run in conversations(noised)
     ]
-    done = audited(runs)
+    done = audited(runs, 3.0, 0.95)
 
     assert max(bound.value for bound in done.timed) > 1.0
     assert done.verdict.kind == "consistent"
@@ -203,6 +207,7 @@ def test_a_loss_without_noise_is_found_by_who_knows_what_was_asked() -> None:
 
     assert done.verdict.kind == "refuted" and done.found.largest > 2.0
     assert "answers of /a/Gradient beside their requests" in done.verdict.text
+    assert "most shows in number 0 of loss, beside what its request explains" in done.verdict.text
 
 
 def test_noised_answers_to_requests_are_consistent() -> None:
@@ -268,6 +273,9 @@ ROUNDED: dict[str, Callable[[FloatArray], FloatArray]] = {
     "tens": lambda value: as_floats(np.round(1e4 * value, -1)),
     "levels of a quantiser": lambda value: 0.00137 * as_floats(np.round(value / 0.00137)),
     "its levels in float32": lambda value: as_floats((0.0137 * np.round(value / 0.0137)).astype(np.float32)),
+    "float16": lambda value: as_floats(value.astype(np.float16)),
+    "cut off": lambda value: np.clip(value, -1.0, 12.0),
+    "a sentinel": lambda value: np.where(value > 3.0, -1.0, value),
     "counts": lambda value: as_floats(np.round(np.abs(value)) + 1.0),
     "constant": lambda value: np.arange(8.0),
 }
@@ -301,6 +309,167 @@ def test_noise_said_again_is_noticed_beyond_its_resolution(kind: str) -> None:
     assert [each.test for each in found] == ([] if kind == "levels of a quantiser" else ["said again"])
 
 
+CACHED = np.random.default_rng(5).laplace(scale=2.0, size=(2, 2, 2))
+"""Noise of two servers, for two messages each."""
+
+
+def cached(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+    """The noise of a server is drawn once, for all of its runs."""
+    return [np.array([world, 3.0]) + each for each in CACHED[world]]
+
+
+def cached_beside(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+    """So that no message is that of another run."""
+    return [each + run for each in cached(world, run, noise)]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_noise_that_a_server_draws_once_for_all_runs_is_noticed(read: bool) -> None:
+    found = signs(conversations(cached, 80, read=read))
+
+    assert {each.test for each in found} == {"said again"}
+    if read:
+        assert found[0].text.startswith("number 0 of total, message 0 (round 0, from clinic) is the same in all runs")
+    else:
+        assert "byte for byte" in found[0].text
+
+
+def test_numbers_from_a_short_list_are_no_noise() -> None:
+    """As parameters that clients choose are: both worlds have the same ones."""
+    some = np.random.default_rng(3).normal(size=10)
+
+    assert signs(conversations(lambda world, run, noise: [noise.choice(some, 2)], 200)) == ()
+
+
+def test_noise_from_a_short_list_of_one_server_is_noticed() -> None:
+    lists = np.random.default_rng(3).normal(size=(2, 10))
+
+    found = signs(conversations(lambda world, run, noise: [noise.choice(lists[world], 2)], 200))
+    assert [each.test for each in found] == ["said again"]
+
+
+# ---- claimed noise ---------------------------------------------------------------------------------------
+
+
+def centre(world: int, message: Decoded, before: Sequence[Decoded]) -> FloatArray:
+    return np.array([world, 3.0])
+
+
+CENTRED, FREE = NoiseClaim("laplace", (2.0,), centre), NoiseClaim("laplace", (2.0,))
+
+
+def said_with(scale: float | Sequence[float] = 2.0, law: str = "laplace") -> Speaker:
+    """Two messages of noise; a scale of each world."""
+    scales = np.broadcast_to(scale, 2)
+
+    def speak(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        return [np.array([world, 3.0]) + getattr(noise, law)(scale=scales[world], size=2) for _ in range(2)]
+
+    return speak
+
+
+def noise_in(runs: Sequence[Conversation], claim: NoiseClaim, epsilon: float = 1.0, delta: float = 0.0) -> NoiseFound:
+    levels = Levels(0.001, OF_NOISE)
+    return examine(runs, {"total": claim}, levels, np.random.default_rng(0), epsilon, delta)
+
+
+def rejected(found: NoiseFound) -> set[str]:
+    return {test.name for test in found.tests if test.rejects}
+
+
+@pytest.mark.parametrize("claim", [CENTRED, FREE])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "six decimals"])
+def test_claimed_noise_is_not_refuted(claim: NoiseClaim, kind: str) -> None:
+    """By construction with probability at most 0.001 each."""
+    found = noise_in(conversations(lambda *run: [ROUNDED[kind](each) for each in noised(*run)], 100), claim)
+
+    assert rejected(found) == set() and found.left_out == ()
+    assert found.numbers == (400 if claim is CENTRED else 200)
+    assert math.isnan(found.epsilon) if claim is FREE else found.epsilon == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("claim", [CENTRED, FREE])
+def test_half_of_the_claimed_noise_is_found_in_tens_of_runs(claim: NoiseClaim) -> None:
+    assert "scale" in rejected(noise_in(conversations(said_with(1.0), 60), claim))
+
+
+def test_noise_of_another_size_in_one_world_is_found_beside_its_claim() -> None:
+    """By 40 %, with 800 numbers of each world."""
+    assert {"scale", "signs on the world", "sizes"} & rejected(
+        noise_in(conversations(said_with((2.0, 2.8)), 400), CENTRED)
+    )
+
+
+def test_another_law_is_found() -> None:
+    """Gaussian noise whose sizes are as large on average."""
+    scale = 2.0 * math.sqrt(math.pi / 2.0)
+    assert {"tails", "shape", "law"} & rejected(noise_in(conversations(said_with(scale, "normal"), 500), CENTRED))
+    gaussian = replace(CENTRED, law="gaussian", scale=(scale,))
+    assert not rejected(noise_in(conversations(said_with(scale, "normal"), 500), gaussian, 9.0, 1e-5))
+
+
+@pytest.mark.parametrize("speak", [cached, cached_beside])
+def test_noise_that_is_used_again_is_found_behind_messages_that_differ(speak: Speaker) -> None:
+    beside = speak is cached_beside
+
+    def at(world: int, message: Decoded, before: Sequence[Decoded]) -> FloatArray:
+        return np.array([world, 3.0]) + (round(message.fields["total"][1] - 3.0 - CACHED[0, 0, 1]) if beside else 0)
+
+    runs = [run for run in conversations(speak, 80) if run.world == 0]
+    ones = conversations(noised, 40, worlds=[1] * 40, seed=9)
+    known = replace(CENTRED, centre=lambda world, message, before: at(world, message, before) if world == 0 else 0.0)
+    assert "ties" in rejected(noise_in([*runs, *ones], known))
+
+
+def test_a_claimed_noise_that_does_not_keep_the_claimed_epsilon_is_refuted_by_arithmetic() -> None:
+    """As it is claimed it has epsilon 2 * 1 / 2 = 1; that a run says more than half of it need not be seen."""
+    found = noise_in(conversations(noised, 24), CENTRED, 0.5)
+
+    assert rejected(found) == {"epsilon of the noise"}
+    verdict = decide(Findings(12, Levels(0.05, OF_NOISE), 0.5, tests=found.tests))
+    assert verdict.kind == "refuted" and "noise as it is claimed has an epsilon of 1" in verdict.text
+
+
+def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
+    shift = gaussian_shift(1.0, 1e-5)
+    claim = NoiseClaim("gaussian", (math.sqrt(2.0) / shift,), centre)
+    runs = conversations(said_with(math.sqrt(2.0) / shift, "normal"), 24)
+
+    assert noise_in(runs, claim, 1.0, 1e-5).epsilon == pytest.approx(1.0)
+    assert not rejected(noise_in(runs, claim, 1.0, 1e-5))
+    assert rejected(noise_in(runs, claim, 1.0)) == {"epsilon of the noise"}
+    assert gaussian_epsilon(shift, 1e-5) == pytest.approx(1.0) and gaussian_epsilon(0.0, 0.0) == 0.0
+
+
+def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> None:
+    found = noise_in(conversations(lambda *run: [np.round(each) for each in noised(*run)], 60), CENTRED)
+
+    assert (found.numbers, found.tests[:0]) == (0, ())
+    assert found.left_out == ("total is rounded to 0.5 scales: its noise was not tested",)
+
+
+def test_noise_of_a_field_that_there_is_not() -> None:
+    with pytest.raises(SpecError, match="--noise must name decoded fields, got 'totals'; there are total"):
+        examine(conversations(noised, 8), {"totals": FREE}, Levels(0.05, OF_NOISE), np.random.default_rng(0))
+    two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
+    with pytest.raises(SpecError, match="the centre of total must be 2 numbers"):
+        noise_in(conversations(noised, 8), two)
+
+
+def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
+    """Refuted with probability at most 0.001. Without the centre, so few runs decide nothing."""
+    runs = conversations(noised, 60)
+    known, free = (
+        audit_conversations(runs, claim=1.0, confidence=0.999, noise={"total": claim}) for claim in (CENTRED, FREE)
+    )
+
+    assert known.verdict.kind == "consistent" and "noise whose scale is wrong by" in known.found.reaches[0].text
+    assert free.verdict.kind == "inconclusive"
+
+
+# ---- whole messages ----------------------------------------------------------------------------------------
+
+
 def test_messages_that_nobody_decodes_are_compared_whole() -> None:
     def resent(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [np.random.default_rng(run % 30).normal(size=2)] if run % 3 == 0 else [noise.normal(size=2)]
@@ -324,6 +493,45 @@ def test_one_round_in_two_versions_is_equivocation() -> None:
 
 
 # ---- coins, and how many -----------------------------------------------------------------------------------
+
+
+def test_what_even_the_best_guesser_would_not_find_is_inconclusive() -> None:
+    """Half of the noise: epsilon 2, where 1 is claimed, in two messages."""
+    done = audited(conversations(said_with(1.0), 100), 1.0, 0.95)
+
+    assert done.verdict.kind == "inconclusive" and done.messages == 2
+    assert (
+        "could not have found even a service with half of its noise (the best of guessers needs about"
+        in done.verdict.text
+    )
+
+
+def test_power_grows_with_runs_and_falls_with_messages() -> None:
+    """600 runs show 0.87 or so of an epsilon of 2 in four messages: not 1."""
+    powers = {messages: Power(1.0, 0.0, messages, ONE_FAMILY) for messages in (1, 4)}
+
+    assert powers[1].finds(2.0, 600) and not powers[4].finds(2.0, 600) and powers[4].finds(2.0, 2000)
+    assert 0.4 < powers[4].shown(2.0, 600) < 0.9
+    assert powers[4].runs_for(2.0) == pytest.approx(800, rel=0.15)
+    assert powers[1].least(600) < 2.0 < powers[4].least(600)
+    assert Power(1.0, 1e-5, 4, ONE_FAMILY).least(10_000) < 3.0
+
+
+def test_numbers_of_another_size_in_one_world_are_found_and_named() -> None:
+    """By 30 %, in 80 numbers of a run, where no number has another mean."""
+    runs = conversations(lambda world, run, noise: [noise.laplace(scale=1 + 0.3 * world, size=40) for _ in range(2)])
+    done = audited(runs)
+
+    assert done.verdict.kind == "refuted"
+    assert "spread of total" in done.verdict.text and "sizes of all numbers of total" in done.verdict.text
+
+
+def test_a_claim_at_a_delta_is_held_against_bounds_at_it() -> None:
+    done = audit_conversations(conversations(raw_later), claim=1.0, delta=0.01)
+    without = audit_conversations(conversations(raw_later), claim=1.0)
+
+    assert done.verdict.kind == "refuted" and "at delta 0.01, not 1" in done.verdict.text
+    assert 1.0 < done.found.largest < without.found.largest
 
 
 def test_too_few_runs_say_how_many_are_needed() -> None:
@@ -356,7 +564,7 @@ def test_one_world_too_frequent_is_no_leak() -> None:
 
     assert done.left_out > 120
     assert abs(done.runs[0] - done.runs[1]) < 60
-    assert done.verdict.kind == "consistent"
+    assert done.found.largest < 1.0 and done.verdict.kind == "inconclusive"
 
 
 def test_worlds_one_after_the_other_are_said_so() -> None:

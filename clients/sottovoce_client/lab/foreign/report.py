@@ -16,13 +16,16 @@ from sottovoce.lab.foreign.power import Power
 from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
 from sottovoce_client.auditing.report import DIGEST_LINES, guesses_table, tests_table
 from sottovoce_client.lab.foreign.runs import ForeignRequest, Reading
-from sottovoce_client.reports.drawing import BLUE, GREEN, PINK, Figure, View, line, rule
+from sottovoce_client.reports.drawing import BLUE, GREEN, PINK, Figure, View, line, rule, upright
 from sottovoce_client.reports.marks import Axis
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import number
 
 _RUNS = np.geomspace(16, 20_000, 40).astype(int)
 """Of each world, that the figure of power shows."""
+
+_TALL = 3.0
+"""Of the claim, how far that figure reaches."""
 
 
 def foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, digest: str) -> Page:
@@ -74,10 +77,10 @@ def _power(done: ForeignAudit) -> Figure:
     guesses = [tested(2 * int(each)) for each in runs]
     best = np.array([epsilon_lower_bound(each, each, level(found.levels), found.delta, each) for each in guesses])
     marks = [
-        rule(runs, best, "every guess right", PINK, "dot"),
+        rule(runs, np.where(best <= _TALL * found.claim, best, math.nan), "every guess right", PINK, "dot"),
         line(runs, halved, "half of the noise, best of guessers", GREEN, width=2.2),
         rule(runs[[0, -1]], [found.claim] * 2, "claim"),
-        line([found.runs] * 2, [0.0, float(best.max())], "this audit", BLUE, width=1.6),
+        upright(found.runs, "this audit", BLUE, "solid"),
     ]
     up = Axis("lower bound on ε", zero=True)
     return Figure("power", title, marks, (View("", Axis("runs of each world", log=True, form="count"), up),))

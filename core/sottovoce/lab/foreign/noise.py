@@ -266,8 +266,9 @@ def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]]) -> Iterator[Bloc
 
 
 def _in_messages(test: Test) -> Test:
-    """Rounds of the battery are the messages of a field, counted within a run."""
-    return replace(test, where=re.sub(r"\bround (\d)", r"message \1", test.where).replace("the service, ", ""))
+    """Rounds of the tests are the messages of a field, counted within a run; and there is one speaker."""
+    where = re.sub(r"\bround (?=\d)", "message ", test.where).replace("noisy rounds", "noisy messages")
+    return replace(test, where=re.sub(r"\bthe service, (?=field |message |coordinate )", "", where))
 
 
 def _ties(fields: Mapping[str, _Field], worlds: IntArray) -> Test:

@@ -153,8 +153,8 @@ def reaches(power: Power, claim: float, runs: int, levels: Levels, messages: int
     factor = power.least(runs)
     if math.isfinite(factor):
         law = "Gaussian" if delta else "Laplace"
-        spread = f" in {messages:,} messages" if messages > 1 and not delta else ""
-        text = f"{100 / factor:.2g} % of the {law} noise that the claim needs{spread}, by the best of guessers"
+        spread = f", divided among {messages:,} messages" if messages > 1 and not delta else ""
+        text = f"a service with {100 / factor:.2g} % of the {law} noise that the claim needs{spread} (by the best of guessers)"
         yield Reach("classifiers", factor, text)
     guesses = tested(runs)
     for right in range(1, guesses + 1):

@@ -114,7 +114,7 @@ def _noisy(said: FloatArray, worlds: IntArray) -> BoolArray:
 def _by_chance(distinct: FloatArray, counts: IntArray) -> float:
     """How many of these numbers should coincide with another one, were each drawn anew from the density that they show.
 
-    The density is how many lie among so many different ones, so that a few that are repeated very often do not explain themselves.
+    The density is how many lie among so many different ones: a few that are repeated very often do not explain themselves.
     """
     reach = max(2, int(np.sqrt(len(distinct))) // 2)
     above = np.minimum(np.arange(len(distinct)) + reach, len(distinct) - 1)
