@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import json
 import re
@@ -15,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from typer.testing import CliRunner
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_client.cli import app
 from sottovoce_client.lab.foreign.audit import audit_foreign
+from sottovoce_client.lab.foreign.noise_file import load_noise
 from sottovoce_client.lab.foreign.runs import ForeignRequest, RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper import relay as forwarding
@@ -93,7 +97,7 @@ def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "kind", "view"),
-    [("norm", "refuted", "of norm"), ("late", "refuted", "of total"), ("none", "consistent", "")],
+    [("norm", "refuted", "of norm"), ("late", "refuted", "of total"), ("none", "inconclusive", "half of its noise")],
 )
 async def test_the_example_is_judged_as_the_page_says(
     example: dict[str, Any], tmp_path: Path, leak: str, kind: str, view: str
@@ -112,7 +116,63 @@ async def test_the_example_is_judged_as_the_page_says(
     decoded = told["decoder"].pop("decoded")
     assert told["decoder"] == {"name": "decode:decode", "failed": 0, "first_failures": []}
     assert 800 - 12 * again <= decoded <= 800
-    assert told["findings"] == []
+    assert [each["text"].split(",")[0] for each in told["findings"][:1]] == {
+        "norm": ["number 0 of norm"], "late": ["number 0 of total"], "none": []
+    }[leak]  # fmt: skip
+    captures = {Path(path).name: open_capture(str(path)).digests()[0] for path in (tmp_path / "captures").iterdir()}
+    page = (tmp_path / "audit.html").read_text(encoding="utf-8")
+    assert told["captures_sha256"] == captures and len(captures) == 2
+    assert all(digest in page for digest in captures.values())
+    assert hashlib.sha256((tmp_path / "audit.json").read_bytes()).hexdigest() in page
+    assert told["sottovoce"] == version("sottovoce") and datetime.fromisoformat(told["written_at"]).tzinfo is not None
+    assert ("number 0 of norm, message 0 (round 0, from clinic)" in page) == (leak == "norm")
+
+
+NOISE = "total: {law: laplace, scale: %s, centre: {0: [3, 1, 0], 1: [1, 1, 0]}}"
+"""What the page claims of its example, at another scale."""
+
+
+async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_path: Path) -> None:
+    """The correct service is refuted with probability at most 0.0001."""
+    await record(example, tmp_path / "captures", "none", 60)
+    known, twice, free = (tmp_path / f"{name}.yaml" for name in ("known", "twice", "free"))
+    known.write_text(NOISE % "8", encoding="utf-8")
+    twice.write_text(NOISE % "[16, 16]", encoding="utf-8")
+    free.write_text("total: {law: laplace, scale: 8}", encoding="utf-8")
+
+    kinds = {}
+    for file in (known, twice, free):
+        asked = ForeignRequest(
+            tmp_path / "captures", "decode:decode", "stream", claim=1.0, confidence=0.9999, noise=file
+        )
+        audit_foreign(asked, tmp_path, Console(width=100, quiet=True))
+        told = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
+        kinds[file.stem] = told["verdict"]["kind"], told["noise"]["epsilon"]
+    assert kinds == {"known": ("consistent", 1.0), "twice": ("refuted", 0.5), "free": ("inconclusive", None)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "must name decoded fields, got none"),
+        ("total: 8", "a noise claim must be a mapping of fields, got a number"),
+        ("total: {law: cauchy, scale: 8}", "law must be laplace or gaussian, got cauchy"),
+        (
+            "total: {law: laplace, scale: 0}",
+            "scale must be a number above 0, or a list of them, one for each message, got 0",
+        ),
+        ("total: {law: laplace, scale: [8, no]}", "scale must be a number above 0"),
+        ("total: {law: laplace}", "scale must be a number above 0.*got None"),
+        ("total: {law: laplace, scale: 8, mean: 0}", "a noise claim has law, scale and centre, got mean"),
+        ("total: {law: laplace, scale: 8, centre: {0: 1}}", "centre must be numbers, numbers of each world"),
+        ("total: {law: laplace, scale: 8, centre: nowhere:mean}", "centre: cannot import 'nowhere:mean'"),
+    ],
+)
+def test_a_file_of_noise_claims_that_says_something_else(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "noise.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=says):
+        load_noise(path)
 
 
 async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any], tmp_path: Path) -> None:

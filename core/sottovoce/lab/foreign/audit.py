@@ -159,6 +159,8 @@ def spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, Fl
     """
     found = {}
     for field, values in decoded(runs).items():
+        if not values.size:
+            continue
         far = np.abs(values - np.median(values[learnt], axis=0))
         usual = np.median(far[learnt], axis=0)
         size = np.clip(np.divide(far, usual, out=np.zeros_like(far), where=usual > 0.0), 0.0, 20.0)
