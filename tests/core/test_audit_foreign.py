@@ -69,7 +69,7 @@ def audited(runs: Sequence[Conversation], claim: float = 1.0, confidence: float 
 
 
 def test_correct_noise_is_consistent_with_more_than_its_epsilon() -> None:
-    """By construction refuted with probability at most 0.05: epsilon is 1/2. Half of the noise for epsilon 1.5 would have shown."""
+    """By construction refuted with probability at most 0.05: epsilon is 1/2. Half of the noise for 1.5 would have shown."""
     done = audited(conversations(once), 1.5, 0.95)
 
     assert done.verdict.kind == "consistent"
