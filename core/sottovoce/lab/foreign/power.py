@@ -163,7 +163,9 @@ def reaches(power: Power, claim: float, runs: int, levels: Levels, messages: int
             share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
             if share < 1.0:
                 yield Reach(
-                    "worlds", share, f"a mark that {100 * share:.2g} % of the runs of one world have, and no other"
+                    "worlds",
+                    share,
+                    f"a mark that {100 * share:.2g} % of the runs of one world have, and none of the other",
                 )
             return
 
