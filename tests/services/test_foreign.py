@@ -132,6 +132,7 @@ NOISE = "total: {law: laplace, scale: %s, centre: {0: [3, 1, 0], 1: [1, 1, 0]}}"
 """What the page claims of its example, at another scale."""
 
 
+@pytest.mark.slow
 async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_path: Path) -> None:
     """The correct service is refuted with probability at most 0.0001."""
     await record(example, tmp_path / "captures", "none", 60)
