@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -16,8 +17,8 @@ from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
-from sottovoce_coordinator.joining import Members
-from sottovoce_coordinator.recovering import recovered, require_in_run, require_plan
+from sottovoce_coordinator.joining import Member, Members
+from sottovoce_coordinator.recovering import recovered, require_in_run, require_newest, require_plan
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
 from sottovoce_rpc.early import Tell, if_long
@@ -160,6 +161,7 @@ class Starter:
             book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
             require_plan(run_id, plan_hash(plan, request.n_features), told)
+            await self._require_newest(run_id, run, told)
             book.overhearing, uncaptured = await self._captures.recover(book)
             course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
             self._members.outrank(max(each.term for each in told))
@@ -167,6 +169,21 @@ class Starter:
             self._courses.add(run_id, course)
             self._conductor.take_up(course)
             return course
+
+    async def _require_newest(self, run_id: str, run: Run, told: Sequence[Member]) -> None:
+        """Ask the capture of a run how far its learners were, before they go on: their state folders may all be old ones.
+
+        Raises:
+            NotReady: they are.
+            Unavailable: the eavesdropper does not answer.
+        """
+        sent = await self._captures.sent(run_id) if run.spec.capture in ("relay", "mirror") else ()
+        require_newest(run_id, run, told, sent)
+        if not sent:
+            log.warning(
+                "no capture says how far the learners were: if all state folders were set back, rounds are sent again",
+                run_id=run_id,
+            )
 
     def _require_lost(self, run_id: str) -> None:
         if not self._store.durable:
