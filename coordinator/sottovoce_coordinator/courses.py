@@ -15,7 +15,7 @@ from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
-from sottovoce_rpc.directives import Stop
+from sottovoce_rpc.directives import Sent, Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.looks import next_look
 from sottovoce_rpc.misconduct import noticed_of
@@ -239,6 +239,17 @@ class Courses:
         """A run of this process, under way or not, if the learner is in it."""
         run = self._runs.get(run_id)
         return run if isinstance(run, Course) and learner in run.book.index else None
+
+    def sent(self, learner: str) -> list[Sent]:
+        """How far a learner was in the runs that are remembered and over."""
+        found = []
+        for run_id, run in self._runs.items():
+            view = run.view()
+            if view.HasField("ended_at"):
+                rounds = max((each.status.rounds_said for each in view.learners if each.status.learner == learner), default=0)
+                # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
+                found += [Sent(run_id, learner, rounds, view.started_at.ToDatetime(UTC))] if rounds else []
+        return found
 
     @property
     def newest_first(self) -> dict[str, Course | PastRun]:

@@ -14,7 +14,7 @@ from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.convicting import convicted
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
+from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Sent, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.specs import spec_to_wire
@@ -77,6 +77,7 @@ class RunBook:
         digests: of the network's rounds.
         by_digest: who takes these in place of epochs, by index.
         first: those who take part from the first round on, by index.
+        earlier: what is known of learners in runs before this one, by index; it is told at the start alone.
     """
 
     run_id: str
@@ -98,6 +99,7 @@ class RunBook:
     digests: Digests = field(init=False)
     by_digest: set[int] = field(default_factory=set)
     first: list[int] = field(init=False)
+    earlier: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -240,7 +242,8 @@ class RunBook:
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt)
+        earlier = self.earlier.get(index, ())
+        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt, earlier)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.

@@ -21,6 +21,7 @@ from sottovoce_coordinator.joining import Member, Members
 from sottovoce_coordinator.recovering import recovered, require_in_run, require_newest, require_plan
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
+from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.specs import check_size, plan_hash, spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2
@@ -93,6 +94,7 @@ class Starter:
         async with if_long(
             lambda: tell(f"the eavesdropper at {self._captures.address}: no answer yet; is it running?")
         ):
+            book.earlier = await self._earlier(spec)
             book.overhearing = await self._captures.open(book, request)
         try:
             briefings = await asyncio.to_thread(book.briefings)
@@ -105,6 +107,19 @@ class Starter:
         self._courses.add(run_id, course)
         self._conductor.begin(course, briefings)
         return course
+
+    async def _earlier(self, spec: RunSpec) -> dict[int, tuple[Sent, ...]]:
+        """What is known of the learners in earlier runs: here, or, of learners that are new here, by the captures of others.
+
+        Raises:
+            SottovoceError: the run is to be captured, and the eavesdropper does not answer.
+        """
+        known = {name: self._courses.sent(name) for name in spec.names}
+        new = [name for name, sent in known.items() if not sent]
+        if new and spec.capture != "none":
+            for each in await self._captures.sent(learners=new):
+                known[each.learner].append(each)
+        return {i: tuple(known[name]) for i, name in enumerate(spec.names)}
 
     async def resume(self, run_id: str) -> Course:
         """Take up a run that failed: its learners go on from their logs.

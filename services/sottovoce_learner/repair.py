@@ -147,6 +147,7 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
         "said": 0 if mark is None else mark.reserved.until,
         "spent": added,
         "why": why,
+        "charge": charge,
     }
     aside = _set_aside(files)
     prefix = _prefix(files, standing)

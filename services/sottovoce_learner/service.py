@@ -281,6 +281,7 @@ class Learner:
             self._claim.require_in_place()
         self._attempt, self._stopped = told.attempt, ""
         role = role_of(run_id, told, self._following.identity, self.config)
+        Ledger(self.config.state_folder).require_known(role.name, told.earlier)
         to = accepted(self.config.policy.eavesdroppers)
         mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials, to) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:

@@ -15,7 +15,8 @@ from sottovoce_learner import mark as marks
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.identity import Identity
-from sottovoce_learner.repair import moved
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.repair import moved, repair
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -50,7 +51,10 @@ async def rebind(up: Network, name: str) -> None:
 
 
 async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_lets_it_in(tmp_path: Path) -> None:
-    """While the first is there, and after it has left: the run of the first is not disturbed."""
+    """While the first is there, and after it has left: the run of the first is not disturbed.
+
+    What was spent is in no ledger then: nothing is sent until the owner has charged it.
+    """
     spec = small_spec(100, NAMES, clock={"mode": "paced", "period_s": 0.01, "deadline_s": 100.0})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -65,7 +69,13 @@ async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_
         await rebind(up, "ann")
         up.folder = tmp_path / "new"
         await up.join("ann")
+        forgotten = await up.run(spec, made_up(spec))
+        await up.leave("ann")
+        repair(tmp_path / "new" / "journals", "ann", 1.5)
+        await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
+    assert (forgotten.state, forgotten.statuses[0].rounds_said) == ("failed", 0)
+    assert "must know all rounds that were sent, got 0 of 100 in run" in forgotten.detail
     assert "is here, with the state folder that it has: stop it first" in (here.details() or "")
 
 
@@ -208,3 +218,31 @@ async def test_a_learner_whose_folder_is_deleted_between_runs_ends(
         with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
             await asyncio.wait_for(up._following["ann"], PATIENCE_S)
     assert not (tmp_path / "journals").exists()
+
+
+@pytest.mark.parametrize("capture", ["none", "relay", "mirror"])
+async def test_a_ledger_that_was_set_back_between_runs_is_known_by_the_coordinator_or_by_captures(
+    tmp_path: Path, capture: str
+) -> None:
+    """Of the same incarnation, and whole: without either it would have forgotten what a run has cost."""
+    spec, state = small_spec(5, NAMES, capture=capture), tmp_path / "journals"
+    async with network(tmp_path, NAMES) as up:
+        assert (await up.run(spec, made_up(spec))).state == "finished"
+        before = {path: path.read_bytes() for path in state.glob("ann.*")}
+        second = await up.run(spec, made_up(spec))
+        await up.leave("ann")
+        for path, content in before.items():
+            path.write_bytes(content)
+        if capture != "none":  # this one remembers the runs
+            await up.restart_coordinator()
+        await up.join("ann")
+        forgotten = await up.run(spec, made_up(spec))
+        await up.leave("ann")
+        repair(state, "ann", second.statuses[0].epsilon_spent)
+        await up.join("ann")
+        assert (await up.run(spec, made_up(spec))).state == "finished"
+        await up.leave("ann")
+        (*_, spent) = [line.spent for line in Ledger(state).lines("ann") if line.run_id == "repaired"]
+    assert forgotten.state == "failed"
+    assert f"got 0 of 5 in run {second.run_id}: the state folder was set back" in forgotten.detail
+    assert spent == second.statuses[0].epsilon_spent > 0
