@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -240,15 +240,16 @@ class Courses:
         run = self._runs.get(run_id)
         return run if isinstance(run, Course) and learner in run.book.index else None
 
-    def sent(self, learner: str) -> list[Sent]:
-        """How far a learner was in the runs that are remembered and over."""
-        found = []
+    def sent(self, learners: Collection[str]) -> dict[str, list[Sent]]:
+        """How far learners were in the runs that are remembered and over, by name."""
+        found: dict[str, list[Sent]] = {name: [] for name in learners}
         for run_id, run in self._runs.items():
             view = run.view()
-            if view.HasField("ended_at"):
-                rounds = max((each.status.rounds_said for each in view.learners if each.status.learner == learner), default=0)
-                # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
-                found += [Sent(run_id, learner, rounds, view.started_at.ToDatetime(UTC))] if rounds else []
+            for each in view.learners if view.HasField("ended_at") else ():
+                name, rounds = each.status.learner, each.status.rounds_said
+                if rounds and name in found:
+                    # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
+                    found[name].append(Sent(run_id, name, rounds, view.started_at.ToDatetime(UTC)))
         return found
 
     @property

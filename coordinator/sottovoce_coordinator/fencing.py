@@ -90,9 +90,9 @@ class Membership:
             )
         if claim.journaled is None and journaled:
             raise NotReady(
-                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {journaled} rounds were "
-                "said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or the "
-                f"ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
+                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {journaled} rounds "
+                "were said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or "
+                f"the ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
             )
         return replace(self, store=claim.store, issued=max(self.issued, claim.incarnation) + 1)
 

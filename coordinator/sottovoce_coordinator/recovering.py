@@ -62,9 +62,9 @@ def require_newest(run_id: str, run: Run, told: Sequence[Member], sent: Sequence
         found = [f"{told[i].name} ({told[i].claim.journaled or 0} of {captured[told[i].name]} rounds)" for i in old]
         most = max(run.guarantee(i).epsilon() for i in old)
         raise NotReady(
-            f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state folders "
-            "were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are lost, "
-            "charge what was spent since (`sottovoce ledger repair FOLDER --learner NAME --charge EPSILON`; all rounds of "
+            f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state "
+            "folders were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are "
+            "lost, charge what was spent since (`sottovoce ledger repair FOLDER --learner NAME --charge EPSILON`; all rounds of "
             f"this run cost {most:.6g} at most), and start a new run"
         )
 

@@ -297,7 +297,7 @@ class RunBook:
         if index in self.lost:
             return False
         self.unsure.discard(index)
-        if status.rounds_said < (known := self.statuses[index]).rounds_said:  # it could not go on with the run, and knows nothing
+        if status.rounds_said < (known := self.statuses[index]).rounds_said:  # it could not go on, and knows nothing
             status = replace(known, state=status.state, detail=status.detail)
         self.statuses[index], self.waits[index] = status, waiting
         self._note(index, noticed)

@@ -163,7 +163,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         yield from readings(self._courses.newest_first.values(), self._members, self._refused)
 
     def _journaled(self, member: Member) -> int:
-        """Rounds that a learner is known to have journaled in the run that it is in, by its word or by that of this coordinator."""
+        """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
         known, under_way = self._courses.with_learner(member.run_id, member.name), self._courses.of(member.name)
         course = known if under_way is None else under_way
         if course is not known:  # it says nothing of this run, and of another one it may have any log

@@ -114,7 +114,7 @@ class Starter:
         Raises:
             SottovoceError: the run is to be captured, and the eavesdropper does not answer.
         """
-        known = {name: self._courses.sent(name) for name in spec.names}
+        known = self._courses.sent(spec.names)
         new = [name for name, sent in known.items() if not sent]
         if new and spec.capture != "none":
             for each in await self._captures.sent(learners=new):

@@ -20,7 +20,6 @@ from sottovoce_learner.old_journal import WAY_OUT, is_blank, last_entry
 from sottovoce_learner.standing import Files, stand
 from sottovoce_rpc.directives import Sent
 
-
 _SECOND = timedelta(seconds=1)
 """To which the moments of lines are written down."""
 
@@ -64,17 +63,17 @@ class Ledger:
         """
         if not sent:
             return
-        known = {line.run_id: line.said for line in self.lines(learner)}
         standing = stand(Files(self.folder, learner))
-        lines = () if standing is None else standing.lines
+        runs, lines = ([], ()) if standing is None else ([*standing.runs()], standing.lines)
+        known = {line.run_id: line.said for line in (*runs, *self.old(learner))}
         charged = [line.at for line in lines if line.facts.get("charge") is not None and line.at is not None]
         for each in sent:
             covered = any(each.at < moment + _SECOND for moment in charged)
             if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
                 raise DataError(
-                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} in "
-                    f"run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put the "
-                    "newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
+                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
+                    f"in run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put "
+                    "the newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
                     f"repair {self.folder} --learner {learner} --charge EPSILON`, start it"
                 )
 

@@ -129,7 +129,7 @@ class Held:
             DataError: it was deleted, moved, replaced or cut.
         """
         try:
-            found = os.stat(self._path)  # noqa: PTH116 - a third of what `Path.stat` takes, once a round
+            found = os.stat(self._path)
         except OSError:
             found = None
         if (
@@ -139,8 +139,9 @@ class Held:
         ):
             raise DataError(
                 f"the state folder must stay where it is while its learner runs, and {self._path} was deleted, moved, replaced "
-                "or cut: nothing more is said. Stop the learner, and start it again when the folder is back as it was last; "
-                "where it is lost, its ledger is lost with it (docs/deploy.md#backup-restore-and-move-of-a-learner)"
+                "or cut: nothing more is sent. Stop the learner, and start it again when the folder is back as it was; where "
+                "it is lost, charge what `sottovoce runs show` says to a new one "
+                "(docs/deploy.md#backup-restore-and-move-of-a-learner)"
             )
 
 

@@ -118,7 +118,9 @@ class Learner:
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
         Ledger(self.config.state_folder).lines(self.config.name)
-        end_run(self.config.state_folder, self.config.name, keep_log=self.config.keep_log)  # what a death has left of it
+        end_run(
+            self.config.state_folder, self.config.name, keep_log=self.config.keep_log
+        )  # what a death has left of it
 
     async def follow(self, address: str) -> None:
         """Follow the coordinator for ever; it may come back after having been away.

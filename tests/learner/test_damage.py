@@ -367,7 +367,7 @@ FILE_LOST: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Path], object], file: Path) -> None:
-    """Deleted, moved, replaced or cut by another process, while the learner goes on: what it writes then can be found by nobody."""
+    """Deleted, moved, replaced or cut by another process, while the learner goes on: a restart would not find what it writes."""
     say(log := open_run(folder := tmp_path / "state", "run-a", window=9), range(2))
     harm(folder / file)
     with pytest.raises(DataError, match=r"state folder must stay .* was deleted, moved, replaced or cut"):

@@ -138,7 +138,11 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     shutil.copytree(folder, copy)
     out = io.StringIO()
     own_ledger(copy, NAME, Console(file=out))
-    assert f"ann goes on from {copy}" in out.getvalue()
+    assert f"ann goes on from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in all\n" in out.getvalue()
+    assert (
+        f"charge that before the learner starts: sottovoce ledger repair {copy} --learner ann --charge"
+        in out.getvalue()
+    )
     assert open_run(copy, "run-b").spent == 3 * PRICE
     cut(copy / LOG)
     with pytest.raises(DataError, match="ledger repair"):

@@ -18,9 +18,9 @@ from sottovoce_learner.books import Books
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
 from sottovoce_learner.intake import Planned
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.lines import Held
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import About, Log, Reading, hashed, host
-from sottovoce_learner.lines import Held
 from sottovoce_learner.mark import Mark, MarkFile
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.recovery import replay

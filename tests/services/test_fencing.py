@@ -98,7 +98,10 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
 
 SLOW = {"mode": "paced", "period_s": 0.02, "deadline_s": 100.0}
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "log cut": (lambda folder: next(folder.glob("*@ann/*.log")).write_bytes(b""), "is lost, or its first segment is damaged"),
+    "log cut": (
+        lambda folder: next(folder.glob("*@ann/*.log")).write_bytes(b""),
+        "is lost, or its first segment is damaged",
+    ),
     "mark lost": (lambda folder: (folder / "ann.mark").unlink(), r"the mark .* is lost or damaged"),
     "ledger lost": (lambda folder: (folder / "ann.runs").unlink(), r"the ledger .* is lost, cut or damaged"),
     "identity damaged": (lambda folder: (folder / "ann.identity").write_text("{}"), "is damaged"),
@@ -131,9 +134,10 @@ async def test_a_newer_folder_is_refused_before_it_joins(tmp_path: Path, monkeyp
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
         await up.leave("ann")
-        with monkeypatch.context() as older, pytest.raises(DataError, match="take a newer Sottovoce"):
+        with monkeypatch.context() as older:
             older.setattr(marks, "FORMAT", 0)
-            await follows(up, "ann", tmp_path / "journals")
+            with pytest.raises(DataError, match="take a newer Sottovoce"):
+                await follows(up, "ann", tmp_path / "journals")
         await up.join("ann")
         assert (await running).state == "finished"
 
@@ -179,7 +183,9 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
             path.write_bytes(content)
         if (state / "ann.mark").exists():
             moved(state, "ann")
-        with pytest.raises(NotReady, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"):
+        with pytest.raises(
+            NotReady, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
+        ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)
         shutil.copytree(tmp_path / "aside", state, dirs_exist_ok=True)

@@ -34,8 +34,9 @@ _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcom
 def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = False) -> int:
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
-    0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, or
-    the capture could not be written, or something was noticed in it that must never happen. 130: stopped by the operator, or this command was told to end before the run was over.
+    0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, the
+    capture could not be written, or something was noticed in it that must never happen. 130: stopped by the operator, or this
+    command was told to end before the run was over.
 
     Args:
         prepared: what to run.
