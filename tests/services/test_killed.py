@@ -263,7 +263,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
             with service(*ann, str(new), "--listen", listens):
                 outcome = await asyncio.wait_for(running, PATIENCE_S)
             left = await asyncio.to_thread(ended, *ann, str(old))
-            charge = "ledger", "repair", str(old), "--learner", "ann", "--charge", "7.5"
+            charge = "ledger", "repair", str(old), "--learner", "ann", "--charge", "1000"
             charged = await asyncio.to_thread(commanded, *charge)
             restored = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
     assert copied[0] == 2 and "this state folder is a copy" in copied[1]
@@ -275,7 +275,7 @@ async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) 
     assert left[0] == 2 and "the state folder of learner 'ann' is an old one" in left[1]
     assert charged[0] == 0
     spent = [each["epsilon"] for each in json.loads(restored[1])]
-    assert spent == [json.loads(before[1])[0]["epsilon"] + 7.5]
+    assert spent == [json.loads(before[1])[0]["epsilon"] + 1000]
 
 
 async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Path) -> None:
