@@ -85,12 +85,15 @@ class Captures:
                 raise as_error(error, f"the eavesdropper at {address}") from None
         return _overhearing(opened, edges)
 
-    async def sent(self, run_id: str = "", learners: Sequence[str] = ()) -> tuple[Sent, ...]:
+    async def sent(
+        self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
+    ) -> tuple[Sent, ...]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
         Args:
             run_id: of this run alone; empty: of every run.
             learners: of these alone; empty: of all.
+            patience_s: for the answer.
 
         Raises:
             SottovoceError: the eavesdropper does not answer.
@@ -100,7 +103,7 @@ class Captures:
         request = eavesdropper_pb2.ListSentRequest(run_id=run_id, learners=learners)
         async with self._channel(address) as to:
             try:
-                answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=_TAKEN_UP_S)
+                answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
         return read_sent(answer.sent)
@@ -115,6 +118,18 @@ class Captures:
             return _overhearing(await self._asked(book.run_id, edges, patience_s=_TAKEN_UP_S), edges), ""
         except SottovoceError as error:
             return Overhearing(), _nothing(book.run_id, error)
+
+    async def recall(self, book: RunBook) -> None:
+        """Have a run that goes on know all that was captured of it: its coordinator's state may be an old one, too."""
+        if not book.overhearing.capture_id:
+            return
+        try:
+            sent = await self.sent(book.run_id, patience_s=_OPEN_S)
+        except SottovoceError as error:
+            log.warning("the capture does not say how far learners were", run_id=book.run_id, reason=str(error))
+            return
+        for each in sent:
+            book.recall(each)
 
     async def take_up(self, kept: KeptRun) -> str:
         """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""

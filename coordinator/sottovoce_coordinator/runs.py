@@ -358,6 +358,14 @@ class RunBook:
         self.clock.resume(max(each.rounds_said for each in statuses))
         self._announced = max(self._announced, self.clock.granted)
 
+    def recall(self, sent: Sent) -> None:
+        """A learner has sent so much at least: one that knows less has an old state folder, and is not taken back."""
+        if (index := self.index.get(sent.learner)) is not None:
+            status = self.statuses[index]
+            self.statuses[index] = replace(
+                status, rounds_said=max(status.rounds_said, min(sent.rounds, self.run.spec.rounds))
+            )
+
     def _progress(self, index: int) -> None:
         """Tell the clock how far a learner is. It has nothing to do in rounds in which it is away."""
         status, attendance = self.statuses[index], self._attendances[index]

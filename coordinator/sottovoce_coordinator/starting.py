@@ -225,7 +225,9 @@ class Starter:
         try:
             spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
             run = await asyncio.to_thread(_built, spec, kept.n_features)
-            return await asyncio.to_thread(Course.resumed, kept, run, now)
+            course = await asyncio.to_thread(Course.resumed, kept, run, now)
+            await self._captures.recall(course.book)
+            return course
         except SottovoceError as error:
             over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
             self._store.keep({kept.run_id: over.SerializeToString()})

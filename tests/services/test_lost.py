@@ -17,6 +17,7 @@ from sottovoce_client.running import feeder
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.service import Coordinator
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import following
 from sottovoce_learner.session import Session
@@ -27,6 +28,7 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, Network, given_up_soon, network, refused, said_rounds
+from tests.services.test_fencing import follows
 from tests.services.test_resume import resume
 from tests.services.test_run import recorded
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
@@ -330,6 +332,32 @@ async def test_learners_that_were_set_back_together_are_known_by_the_capture(
         old,
     )
     assert max(said) <= 22
+
+
+async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a machine is by a snapshot. Nobody asks for a recovery then."""
+    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    first = work(tmp_path, NAMES, 1, ROUNDS, capture="relay")
+    async with network(tmp_path, NAMES, durable=True) as up:
+        (run_id,) = await begun(up, first)
+        await fed(up, run_id, first, 20)
+        folders = tmp_path / "journals", tmp_path / "coordinator"
+        earlier = {file: file.read_bytes() for each in folders for file in each.rglob("*") if file.is_file()}
+        await fed(up, run_id, first, 40)
+        for name in NAMES:
+            await up.leave(name)
+        old = await up.cut_coordinator()
+        for file, content in earlier.items():
+            file.write_bytes(content)
+        up.coordinating = Coordinator(replace(old.config, listen=up.coordinator))
+        await up.coordinating.start()
+        for name in NAMES:
+            with pytest.raises(
+                NotReady, match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d"
+            ):
+                await follows(up, name, tmp_path / "journals")
 
 
 @pytest.mark.parametrize("capture", ["relay", "mirror"])
