@@ -28,7 +28,7 @@ from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
-from sottovoce_learner.standing import Files, under_way
+from sottovoce_learner.standing import Files, stand, under_way
 from sottovoce_learner.store import Claim, claim, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
@@ -117,7 +117,7 @@ class Learner:
 
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
-        Ledger(self.config.state_folder).lines(self.config.name)
+        stand(Files(self.config.state_folder, self.config.name))
         end_run(
             self.config.state_folder, self.config.name, keep_log=self.config.keep_log
         )  # what a death has left of it
