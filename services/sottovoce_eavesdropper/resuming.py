@@ -53,7 +53,7 @@ def sent_in(capture: Capture) -> dict[int, tuple[int, int]]:
     if not capture.shapes or capture.ciphertext is not None:  # of no run of ours, or nothing that can be read
         return found
     codec, rounds, read = RoundCodec(capture.shapes), capture.facts["spec"].get("rounds"), 0
-    most = ENDLESS if rounds is None else rounds
+    most = rounds if isinstance(rounds, int) else ENDLESS
     for part in sorted(filter(None, map(part_number, capture.place.names())), reverse=True):
         columns = ("caller", "callee", "sender", "kind", "method", "wall_ns", "payload")
         for _, batch in capture.by_part(columns, part.__eq__):
