@@ -16,6 +16,7 @@ from sottovoce_coordinator.runs import Overhearing, RunBook
 from sottovoce_coordinator.store import KeptRun
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.directives import Sent, read_sent
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -29,6 +30,7 @@ _OPEN_S = 10.0
 _TAKEN_UP_S = 60.0
 _CLOSE_S = 60.0
 """For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
+TWO_CONTENTS = "a round was sent with two contents, whose difference no noise hides"
 _KEPT_S = 2.0
 """How often an eavesdropper is asked whether it still captures a run."""
 
@@ -83,6 +85,32 @@ class Captures:
                 raise as_error(error, f"the eavesdropper at {address}") from None
         return _overhearing(opened, edges)
 
+    async def sent(
+        self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
+    ) -> tuple[Sent, ...]:
+        """How far learners were in captured runs; nothing where there is no eavesdropper, or one of an earlier version.
+
+        Args:
+            run_id: of this run alone; empty: of every run.
+            learners: of these alone; empty: of all.
+            patience_s: for the answer.
+
+        Raises:
+            SottovoceError: the eavesdropper does not answer.
+        """
+        if (address := self.address) is None:
+            return ()
+        request = eavesdropper_pb2.ListSentRequest(run_id=run_id, learners=learners)
+        async with self._channel(address) as to:
+            try:
+                answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=patience_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # one of an earlier version
+                    log.warning("the eavesdropper cannot say how far learners were: it is older", address=address)
+                    return ()
+                raise as_error(error, f"the eavesdropper at {address}") from None
+        return read_sent(answer.sent)
+
     async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
         capture = book.run.spec.capture
@@ -93,6 +121,18 @@ class Captures:
             return _overhearing(await self._asked(book.run_id, edges, patience_s=_TAKEN_UP_S), edges), ""
         except SottovoceError as error:
             return Overhearing(), _nothing(book.run_id, error)
+
+    async def recall(self, book: RunBook) -> None:
+        """Have a run that goes on know all that was captured of it: its coordinator's state may be an old one, too."""
+        if not book.overhearing.capture_id:
+            return
+        try:
+            sent = await self.sent(book.run_id, patience_s=_OPEN_S)
+        except SottovoceError as error:
+            log.warning("the capture does not say how far learners were", run_id=book.run_id, reason=str(error))
+            return
+        for each in sent:
+            book.recall(each)
 
     async def take_up(self, kept: KeptRun) -> str:
         """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
@@ -159,7 +199,9 @@ class Captures:
                 opened = await self._asked(book.run_id, book.routes() if moved else (), amended)
                 led, known = now, run
                 self._is_heard(course, "")
-                if why := _whole(course.book, opened.gaps):
+                if opened.contradiction:
+                    fail(f"{TWO_CONTENTS}: {opened.contradiction}. Was the state folder of a learner set back?")
+                elif why := _whole(course.book, opened.gaps):
                     fail(why)
             except SottovoceError as error:
                 self._is_heard(course, f"nothing is captured now: {error}")

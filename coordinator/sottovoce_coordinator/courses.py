@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
-from sottovoce_rpc.directives import Stop
+from sottovoce_rpc.directives import Sent, Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.looks import next_look
 from sottovoce_rpc.misconduct import noticed_of
@@ -239,6 +239,18 @@ class Courses:
         """A run of this process, under way or not, if the learner is in it."""
         run = self._runs.get(run_id)
         return run if isinstance(run, Course) and learner in run.book.index else None
+
+    def sent(self, learners: Collection[str]) -> dict[str, list[Sent]]:
+        """How far learners were in the runs that are remembered and over, by name."""
+        found: dict[str, list[Sent]] = {name: [] for name in learners}
+        for run_id, run in self._runs.items():
+            view = run.view()
+            for each in view.learners if view.HasField("ended_at") else ():
+                name, rounds = each.status.learner, each.status.rounds_said
+                if rounds and name in found:
+                    # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
+                    found[name].append(Sent(run_id, name, rounds, view.started_at.ToDatetime(UTC)))
+        return found
 
     @property
     def newest_first(self) -> dict[str, Course | PastRun]:

@@ -88,6 +88,12 @@ class Membership:
                 f"{claim.journaled or 0} rounds, and must know {self.confirmed} and {journaled}. It would say rounds again "
                 "with other noise: restore the newest state"
             )
+        if claim.journaled is None and journaled:
+            raise NotReady(
+                f"the state folder of learner {name!r} has no log of the run that this learner is in, and {journaled} rounds "
+                "were said in it: it would say them again with other noise. Restore the newest state; where the log is lost, or "
+                f"the ledger was repaired, let the run go on without this learner (`sottovoce runs leave RUN {name}`), or stop it"
+            )
         return replace(self, store=claim.store, issued=max(self.issued, claim.incarnation) + 1)
 
     def _back(self, claim: Claim) -> Membership:

@@ -14,6 +14,7 @@ from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.joining import Member
 from sottovoce_coordinator.runs import RunBook, RunState
+from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.learner_status import LearnerStatus
 
 
@@ -41,6 +42,30 @@ def require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:
         raise SpecError(
             f"run {run_id} is of another spec or other records, by the ledgers of {in_short(others)}: take it up with those "
             "that it was started with"
+        )
+
+
+def require_newest(run_id: str, run: Run, told: Sequence[Member], sent: Sequence[Sent]) -> None:
+    """No learner has a log that lacks rounds which were captured: it would send them again with other noise.
+
+    Args:
+        run_id, run: what it is.
+        told: what its learners know, by index.
+        sent: what was captured of the run.
+
+    Raises:
+        NotReady: one has.
+    """
+    captured = {each.learner: each.rounds for each in sent if each.run_id == run_id}
+    old = [i for i, each in enumerate(told) if captured.get(each.name, 0) > (each.claim.journaled or 0)]
+    if old:
+        found = [f"{told[i].name} ({told[i].claim.journaled or 0} of {captured[told[i].name]} rounds)" for i in old]
+        most = max(run.guarantee(i).epsilon() for i in old)
+        raise NotReady(
+            f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state "
+            "folders were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are "
+            "lost, charge what was spent since (`sottovoce ledger repair FOLDER --learner NAME --charge EPSILON`; all rounds of "
+            f"this run cost {most:.6g} at most), and start a new run"
         )
 
 

@@ -14,7 +14,7 @@ from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.convicting import convicted
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
+from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Sent, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.specs import spec_to_wire
@@ -77,6 +77,7 @@ class RunBook:
         digests: of the network's rounds.
         by_digest: who takes these in place of epochs, by index.
         first: those who take part from the first round on, by index.
+        earlier: what is known of learners in runs before this one, by index; it is told at the start alone.
     """
 
     run_id: str
@@ -98,6 +99,7 @@ class RunBook:
     digests: Digests = field(init=False)
     by_digest: set[int] = field(default_factory=set)
     first: list[int] = field(init=False)
+    earlier: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -240,7 +242,8 @@ class RunBook:
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt)
+        earlier = self.earlier.get(index, ())
+        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt, earlier)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
@@ -294,6 +297,8 @@ class RunBook:
         if index in self.lost:
             return False
         self.unsure.discard(index)
+        if status.rounds_said < (known := self.statuses[index]).rounds_said:  # it could not go on, and knows nothing
+            status = replace(known, state=status.state, detail=status.detail)
         self.statuses[index], self.waits[index] = status, waiting
         self._note(index, noticed)
         self._judge(status)
@@ -352,6 +357,14 @@ class RunBook:
             self.unsure.add(i)
         self.clock.resume(max(each.rounds_said for each in statuses))
         self._announced = max(self._announced, self.clock.granted)
+
+    def recall(self, sent: Sent) -> None:
+        """A learner has sent so much at least: one that knows less has an old state folder, and is not taken back."""
+        if (index := self.index.get(sent.learner)) is not None:
+            status = self.statuses[index]
+            self.statuses[index] = replace(
+                status, rounds_said=max(status.rounds_said, min(sent.rounds, self.run.spec.rounds))
+            )
 
     def _progress(self, index: int) -> None:
         """Tell the clock how far a learner is. It has nothing to do in rounds in which it is away."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -163,8 +163,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         yield from readings(self._courses.newest_first.values(), self._members, self._refused)
 
     def _journaled(self, member: Member) -> int:
-        """Rounds that a learner is known to have journaled in the run that it is in."""
-        course = self._courses.with_learner(member.run_id, member.name)
+        """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
+        known, under_way = self._courses.with_learner(member.run_id, member.name), self._courses.of(member.name)
+        course = known if under_way is None else under_way
+        if course is not known:  # it says nothing of this run, and of another one it may have any log
+            member.claim = replace(member.claim, journaled=None)
         return 0 if course is None else course.book.statuses[course.book.index[member.name]].rounds_said
 
     async def _welcome(self, member: Member) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -16,10 +17,11 @@ from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
-from sottovoce_coordinator.joining import Members
-from sottovoce_coordinator.recovering import recovered, require_in_run, require_plan
+from sottovoce_coordinator.joining import Member, Members
+from sottovoce_coordinator.recovering import recovered, require_in_run, require_newest, require_plan
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
+from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.specs import check_size, plan_hash, spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2
@@ -92,6 +94,7 @@ class Starter:
         async with if_long(
             lambda: tell(f"the eavesdropper at {self._captures.address}: no answer yet; is it running?")
         ):
+            book.earlier = await self._earlier(spec)
             book.overhearing = await self._captures.open(book, request)
         try:
             briefings = await asyncio.to_thread(book.briefings)
@@ -104,6 +107,19 @@ class Starter:
         self._courses.add(run_id, course)
         self._conductor.begin(course, briefings)
         return course
+
+    async def _earlier(self, spec: RunSpec) -> dict[int, tuple[Sent, ...]]:
+        """What is known of the learners in earlier runs: here, or, of learners that are new here, by the captures of others.
+
+        Raises:
+            SottovoceError: the run is to be captured, and the eavesdropper does not answer.
+        """
+        known = self._courses.sent(spec.names)
+        new = [name for name, sent in known.items() if not sent]
+        if new and spec.capture != "none":
+            for each in await self._captures.sent(learners=new):
+                known[each.learner].append(each)
+        return {i: tuple(known[name]) for i, name in enumerate(spec.names)}
 
     async def resume(self, run_id: str) -> Course:
         """Take up a run that failed: its learners go on from their logs.
@@ -160,6 +176,7 @@ class Starter:
             book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
             require_plan(run_id, plan_hash(plan, request.n_features), told)
+            await self._require_newest(run_id, run, told)
             book.overhearing, uncaptured = await self._captures.recover(book)
             course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
             self._members.outrank(max(each.term for each in told))
@@ -167,6 +184,21 @@ class Starter:
             self._courses.add(run_id, course)
             self._conductor.take_up(course)
             return course
+
+    async def _require_newest(self, run_id: str, run: Run, told: Sequence[Member]) -> None:
+        """Ask the capture of a run how far its learners were, before they go on: their state folders may all be old ones.
+
+        Raises:
+            NotReady: they are.
+            Unavailable: the eavesdropper does not answer.
+        """
+        sent = await self._captures.sent(run_id) if run.spec.capture in ("relay", "mirror") else ()
+        require_newest(run_id, run, told, sent)
+        if not sent:
+            log.warning(
+                "no capture says how far the learners were: if all state folders were set back, rounds are sent again",
+                run_id=run_id,
+            )
 
     def _require_lost(self, run_id: str) -> None:
         if not self._store.durable:
@@ -193,7 +225,9 @@ class Starter:
         try:
             spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
             run = await asyncio.to_thread(_built, spec, kept.n_features)
-            return await asyncio.to_thread(Course.resumed, kept, run, now)
+            course = await asyncio.to_thread(Course.resumed, kept, run, now)
+            await self._captures.recall(course.book)
+            return course
         except SottovoceError as error:
             over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
             self._store.keep({kept.run_id: over.SerializeToString()})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import structlog
 
 from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.mirrored import Participants
+from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.resuming import left_open, resumed
-from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.resuming import left_open, resumed, sent_in
+from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -51,6 +54,7 @@ class Captures:
         self._tasks = Tasks()
         self._opening: list[int] = []  # relays of captures that are being opened
         self._taking_up: dict[str, asyncio.Task[Recording | None]] = {}
+        self._known = dict[str, tuple[str, list[Sent]]]()  # of captures that are complete, by their names
 
     async def open(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
         """Begin a capture, with one relay or wiretap per route.
@@ -83,6 +87,42 @@ class Captures:
         if capture_id not in self.recordings:
             raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self.recordings)}")
         return self.recordings[capture_id]
+
+    async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[Sent]:
+        """How far learners were in captures of an opener, open or closed, of this process or of those before.
+
+        Args:
+            run_id: of this run alone; empty: of every run.
+            learners: of these alone; empty: of all.
+            opener: whose captures.
+
+        Raises:
+            CaptureError: one of them cannot be read.
+            OSError: the place of captures cannot be read.
+        """
+        for each in self.recordings.values():
+            if run_id in ("", each.file.run_id):
+                await each.file.settle()
+        return await asyncio.to_thread(self._sent, run_id, frozenset(learners), opener)
+
+    def _sent(self, run_id: str, learners: Collection[str], opener: str) -> list[Sent]:
+        folder, found = open_folder(self._folder), list[Sent]()
+        for name in folder.names():
+            if name.startswith(run_id and f"{run_id}-"):
+                whose, sent = self._known.get(name) or self._read_sent(folder, name)
+                found += sent if whose == opener else ()
+        return [each for each in found if run_id in ("", each.run_id) and (not learners or each.learner in learners)]
+
+    def _read_sent(self, folder: Folder, name: str) -> tuple[str, list[Sent]]:
+        """Whose capture it is, and how far learners were in it; of a folder that is none, nothing."""
+        try:
+            capture = open_capture(folder.below(name))
+        except CaptureError:
+            return "", []
+        known = str(capture.facts.get("opener", "")), _sent_of(capture)
+        if capture.complete:  # it never changes
+            self._known[name] = known
+        return known
 
     async def of_run(self, run_id: str) -> Recording:
         """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that.
@@ -195,6 +235,20 @@ async def _listening(
         await asyncio.gather(*(relay.stop() for relay in relays))
         raise
     return relays, addresses
+
+
+def _sent_of(capture: Capture) -> list[Sent]:
+    """How far learners were in a capture.
+
+    Raises:
+        CaptureError: it cannot be read.
+    """
+    names, run_id = capture.names, str(capture.facts["run_id"])
+    return [
+        Sent(run_id, names[sender], rounds, datetime.fromtimestamp(at / 1e9, UTC))
+        for sender, (rounds, at) in sent_in(capture).items()
+        if sender < len(names)
+    ]
 
 
 def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class Lookout:
         count: of findings.
         kinds: of them, by kind.
         first: the first `_MOST_KEPT` of them.
+        contradiction: the first round that was sent with two contents, in words; empty: none was.
         not_checked: what could not be looked for, and why; None: all was.
     """
 
@@ -94,6 +95,7 @@ class Lookout:
         self.count = 0
         self.kinds = dict[str, int]()
         self.first: list[Notice] = []
+        self.contradiction = ""
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
             spec, self.not_checked = {}, "anything: a wiretap reads no messages"
@@ -198,6 +200,8 @@ class Lookout:
 
     def _note(self, finding: Notice) -> None:
         self.count += 1
+        if finding.contradicts:
+            self.contradiction = self.contradiction or finding.text
         self.kinds[finding.kind] = self.kinds.get(finding.kind, 0) + 1
         if self.count <= _MOST_KEPT:
             self.first.append(finding)

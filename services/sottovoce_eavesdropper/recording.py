@@ -71,10 +71,10 @@ class Recording:
             {**each, "target": targets.get(way, each["target"])}
             for each, way in zip(self.file.routes, known, strict=True)
         ]
-        if now == list(self.file.routes):
-            return
-        self.file.routes = now
-        await self.file.describe()  # for an eavesdropper after this one
+        if now != list(self.file.routes):
+            self.file.routes = now
+            await self.file.describe()  # for an eavesdropper after this one
+        # Whoever asked may have given up while that was written, and asks again.
         for relay, each in zip(self.relays, now, strict=True):
             await relay.lead(each["target"])
 

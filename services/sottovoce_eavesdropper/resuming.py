@@ -6,14 +6,16 @@ Of a capture by wiretap nobody knows which rounds lay in memory then: all of its
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sottovoce.auditing.noticing import Notice
 from sottovoce.errors import CaptureError
+from sottovoce.registry import ENDLESS
 from sottovoce.running.assembly import KEPT
+from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile, Ciphertext, part_number
 from sottovoce_eavesdropper.storage import open_folder
@@ -36,6 +38,44 @@ def left_open(place: str | Path, run_id: str) -> Capture | None:
         if capture.facts["run_id"] == run_id and not capture.complete and isinstance(capture.facts.get("routes"), list):
             return capture
     return None
+
+
+def sent_in(capture: Capture) -> dict[int, tuple[int, int]]:
+    """How far each learner was in a capture, by its index: one more than its last round, and when that passed, in nanoseconds.
+
+    Of what was sent again a capture may have an older round last; so the newest parts are read until every learner was seen, and
+    as many messages as a learner may have to send again.
+
+    Raises:
+        CaptureError: a part cannot be read.
+    """
+    found = dict[int, tuple[int, int]]()
+    if not capture.shapes or capture.ciphertext is not None:  # of no run of ours, or nothing that can be read
+        return found
+    codec, rounds, read = RoundCodec(capture.shapes), capture.facts["spec"].get("rounds"), 0
+    most = rounds if isinstance(rounds, int) else ENDLESS
+    for part in sorted(filter(None, map(part_number, capture.place.names())), reverse=True):
+        columns = ("caller", "callee", "sender", "kind", "method", "wall_ns", "payload")
+        for _, batch in capture.by_part(columns, part.__eq__):
+            read += len(batch)
+            for sender, t, at in _said(codec, batch):
+                if t < most and t + 1 > found.get(sender, (0, 0))[0]:
+                    found[sender] = t + 1, at
+        if read >= KEPT and len(found) == len(capture.names):
+            break
+    return found
+
+
+def _said(codec: RoundCodec, batch: pa.RecordBatch) -> Iterator[tuple[int, int, int]]:
+    """Messages that a learner sent as itself: who, round, and when."""
+    import pyarrow.compute as pc
+
+    said = batch.filter(pc.equal(batch.column("kind"), "message"))
+    rows, rounds, claimed, _ = codec.decode_many(said.column("payload").to_pylist())
+    senders, walls = (said.column(name).to_numpy()[rows] for name in ("sender", "wall_ns"))
+    methods = said.column("method").to_pylist()
+    told = zip(rows.tolist(), senders.tolist(), claimed.tolist(), rounds.tolist(), walls.tolist(), strict=True)
+    yield from ((sender, t, at) for row, sender, name, t, at in told if sender == name and methods[row] in EXCHANGE)
 
 
 def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapping[tuple[int, int], int]]:
@@ -62,6 +102,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
     file.opener = facts.get("opener", "")
     file.lookout.count = facts.get("noticed_count", 0)
     file.lookout.first = [Notice(**finding) for finding in facts.get("noticed", ())]
+    file.lookout.contradiction = next((each.text for each in file.lookout.first if each.contradicts), "")
     for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])

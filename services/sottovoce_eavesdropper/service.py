@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.captures import Captures
 from sottovoce_eavesdropper.metrics import CATALOGUE, readings
 from sottovoce_eavesdropper.recording import Recording
@@ -139,6 +139,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             mirror_address=self.address,
             location=recording.file.place.name,
             gaps=recording.file.gaps.missing,
+            contradiction=recording.file.lookout.contradiction,
         )
 
     async def CloseCapture(
@@ -162,6 +163,19 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             files, following = page(wanted, request.page_size, request.page_token)
             infos = [_info(each, ways=bool(request.run_id)) for each in files]
             return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
+
+    async def ListSent(
+        self, request: eavesdropper_pb2.ListSentRequest, context: Context
+    ) -> eavesdropper_pb2.ListSentResponse:
+        """How far learners were in captures of the caller, all that was recorded until now included."""
+        async with answering(context):
+            if request.run_id:
+                require_run_id(request.run_id)
+            try:
+                found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
+            except OSError as error:
+                raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
+            return eavesdropper_pb2.ListSentResponse(sent=[each.to_wire() for each in found])
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context

@@ -8,8 +8,9 @@ lost is a ledger that is lost: keep it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from sottovoce.errors import DataError
@@ -17,6 +18,10 @@ from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.lines import ending
 from sottovoce_learner.old_journal import WAY_OUT, is_blank, last_entry
 from sottovoce_learner.standing import Files, stand
+from sottovoce_rpc.directives import Sent
+
+_SECOND = timedelta(seconds=1)
+"""To which the moments of lines are written down."""
 
 
 class Ledger:
@@ -47,6 +52,30 @@ class Ledger:
             DataError: as `lines`.
         """
         return math.fsum(line.spent for line in self.lines(learner) if line.run_id != but)
+
+    def require_known(self, learner: str, sent: Sequence[Sent]) -> None:
+        """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
+
+        What its owner charged (`sottovoce ledger repair --charge`) stands for all that was sent before.
+
+        Raises:
+            DataError: as `lines`; or the ledger knows less of a run than was sent in it.
+        """
+        if not sent:
+            return
+        standing = stand(Files(self.folder, learner))
+        runs, lines = ([], ()) if standing is None else ([*standing.runs()], standing.lines)
+        known = {line.run_id: line.said for line in (*runs, *self.old(learner))}
+        charged = [line.at for line in lines if line.facts.get("charge") is not None and line.at is not None]
+        for each in sent:
+            covered = any(each.at < moment + _SECOND for moment in charged)
+            if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
+                raise DataError(
+                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
+                    f"in run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put "
+                    "the newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
+                    f"repair {self.folder} --learner {learner} --charge EPSILON`, start it"
+                )
 
     def learners(self) -> list[str]:
         """Names of all learners that have a ledger here, or had one."""

@@ -107,6 +107,44 @@ def _after(chain: bytes, text: bytes) -> bytes:
     return hashlib.sha256(chain + text).digest()[:_CHAIN]
 
 
+class Held:
+    """A file that this process relies on, and where it must stay.
+
+    Args:
+        path: its place.
+        descriptor: of the open file; None: whatever stands there now.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        found = path.stat() if descriptor is None else os.fstat(descriptor)
+        self._path, self._file, self._size = os.fspath(path), (found.st_dev, found.st_ino), found.st_size
+
+    def require_in_place(self, size: int | None = None) -> None:
+        """Raise an error unless the same file is still there, with its content: one or two microseconds.
+
+        Args:
+            size: least number of bytes that it must have; None: as many as it had.
+
+        Raises:
+            DataError: it was deleted, moved, replaced or cut.
+        """
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            found = None
+        if (
+            found is None
+            or (found.st_dev, found.st_ino) != self._file
+            or found.st_size < (self._size if size is None else size)
+        ):
+            raise DataError(
+                f"the state folder must stay where it is while its learner runs, and {self._path} was deleted, moved, replaced "
+                "or cut: nothing more is sent. Stop the learner, and start it again when the folder is back as it was; where "
+                "it is lost, charge what `sottovoce runs show` says to a new one "
+                "(docs/deploy.md#backup-restore-and-move-of-a-learner)"
+            )
+
+
 def ending(folder: Path, suffix: str) -> list[Path]:
     """What stands in a folder under a name with this end, by name: a folder of many learners is looked through often."""
     try:

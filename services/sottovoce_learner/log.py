@@ -21,7 +21,7 @@ from typing import Any, Literal
 from sottovoce.errors import DataError
 from sottovoce_learner.bodies import Grant, Snapshot
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
-from sottovoce_learner.lines import content, ending
+from sottovoce_learner.lines import Held, content, ending
 
 Durability = Literal["process", "power"]
 
@@ -130,6 +130,7 @@ class Log:
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         try:
+            self._held = Held(reading.path, self._file)
             self._wipe()
         except BaseException:
             self.close()
@@ -168,6 +169,10 @@ class Log:
             self._doubtful = False
         self._unsynced = False
 
+    def require_in_place(self) -> None:
+        """Raise `DataError` unless what was written stands where a restart of the learner would look for it."""
+        self._held.require_in_place(self._allocated)
+
     def forget(self, covers: int) -> None:
         """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
         segments = sorted(self.folder.glob("*.log"))
@@ -200,12 +205,13 @@ class Log:
                 os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
+            held = Held(path, file)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
             raise
         self._file, self._at, self._allocated = file, PAGE, PAGE + AHEAD
-        self._segment = number
+        self._segment, self._held = number, held
 
     def _allocate(self, size: int) -> None:
         if size > self._allocated:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from sottovoce.errors import DataError
 from sottovoce_learner.bodies import NOTHING, Grant
+from sottovoce_learner.lines import Held
 
 _SLOT = struct.Struct("<8sI4xQQ16s16sQ16sd16sQ16sdQd")
 _MAGIC, FORMAT = b"sotto.m\0", 1
@@ -64,6 +65,7 @@ class MarkFile:
         try:
             found = _newest(os.pread(self._file, 2 * SLOT, 0), path)
             self._inode = os.fstat(self._file).st_ino
+            self._held = Held(path, self._file)
         except BaseException:
             self.close()
             raise
@@ -84,6 +86,10 @@ class MarkFile:
         self.write(mark)
         if sync:
             os.fsync(self._file)
+
+    def require_in_place(self) -> None:
+        """Raise `DataError` unless the file is still there; once settled it has both slots."""
+        self._held.require_in_place(SLOT + 1)
 
     def close(self) -> None:
         """Close the file; it stays on disk."""
@@ -109,7 +115,8 @@ def read_mark(path: Path, *, copied: bool = False) -> Mark | None:
     if found is not None and found.inode != inode and not copied:
         raise DataError(
             f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
-            "spend the whole budget; where it is whole and the only one, say so with `sottovoce ledger moved`"
+            "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the only "
+            f"one that is left, say so: `sottovoce ledger moved {path.parent} --learner {path.stem}`"
         )
     return found
 

@@ -18,7 +18,7 @@ from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import Reading, host, sync_folder
 from sottovoce_learner.mark import Mark, MarkFile
 from sottovoce_learner.snapshots import named, read_image
-from sottovoce_learner.standing import REPAIRED, Files, Standing, look, most_spent, stand
+from sottovoce_learner.standing import REPAIRED, Files, Standing, look, most_spent, spent, stand
 from sottovoce_learner.store import claim
 
 
@@ -139,7 +139,8 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
             "EPSILON, such as its owner's --budget in full"
         )
     known = standing.elsewhere
-    added = max(0.0 if most is None else most - known, charge or 0.0)
+    still = 0.0 if standing.log is None else spent(standing.log)  # beside it stands what the owner charges
+    added = max(0.0 if most is None else most - known, still + (charge or 0.0))
     opened, mark = standing.opened, standing.mark
     facts = {
         "kind": REPAIRED,
@@ -147,6 +148,7 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
         "said": 0 if mark is None else mark.reserved.until,
         "spent": added,
         "why": why,
+        "charge": charge,
     }
     aside = _set_aside(files)
     prefix = _prefix(files, standing)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 import structlog
 
@@ -22,14 +21,15 @@ from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
 from sottovoce_learner.identity import Identity
+from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
-from sottovoce_learner.standing import Files, under_way
-from sottovoce_learner.store import claim, end_run
+from sottovoce_learner.standing import Files, stand, under_way
+from sottovoce_learner.store import Claim, claim, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.access import Refusals
@@ -40,11 +40,13 @@ from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import Service, serve_until_stopped, start_server
-from sottovoce_rpc.tasks import Tasks, drained
+from sottovoce_rpc.tasks import Tasks, beside, drained
 
 log = structlog.get_logger()
 
 FLUSH_S = 1.0
+WATCH_FOLDER_S = 1.0
+"""Between two looks at whether the state folder is still there; a round looks, too, before it is said."""
 _LONGEST_RUN_ID = 128
 
 
@@ -72,7 +74,7 @@ class Learner:
         # Streams to neighbours, and where they lead.
         self._opened: dict[int, tuple[str, asyncio.Task[None] | None]] = {}
         self._mirror: Mirror | None = None
-        self._claim: TextIO | None = None
+        self._claim: Claim | None = None
         self._following = Following(
             config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
         )
@@ -88,7 +90,7 @@ class Learner:
         Raises:
             NotReady: another process is this learner, its state folder cannot be written, or its identity is another one's.
             SpecError: other machines can reach the address, and it has no identity.
-            DataError: its identity is damaged.
+            DataError: its identity, or anything else in its state folder, is damaged, or a copy.
             Unavailable: the address cannot be listened on.
         """
         folder = self.config.state_folder
@@ -97,12 +99,9 @@ class Learner:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             held = claim(folder, self.config.name)
             try:
+                await asyncio.to_thread(self._require_whole)
+                held.renew()
                 self._following.identity = Identity.of(folder, self.config.name)
-                with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
-                    keep = self.config.keep_log
-                    await asyncio.to_thread(
-                        end_run, folder, self.config.name, keep_log=keep
-                    )  # what a death has left of it
                 self.service = await start_server(self.config.listen, self.face.add_to, [NAME], self.config.credentials)
             except BaseException:
                 held.close()
@@ -116,13 +115,28 @@ class Learner:
             self._nearby.add(address, self.face.meet)
         return address
 
+    def _require_whole(self) -> None:
+        """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
+        stand(Files(self.config.state_folder, self.config.name))
+        end_run(
+            self.config.state_folder, self.config.name, keep_log=self.config.keep_log
+        )  # what a death has left of it
+
     async def follow(self, address: str) -> None:
         """Follow the coordinator for ever; it may come back after having been away.
 
         Raises:
             Unavailable: it could not be reached in the first place.
+            DataError: its state folder was deleted, moved or replaced.
         """
-        await self._following.follow(address)
+        async with beside(self._watch_folder()):
+            await self._following.follow(address)
+
+    async def _watch_folder(self) -> None:
+        """End a learner that has lost its state folder between rounds or runs: it would begin another ledger."""
+        while self._claim is not None:
+            await asyncio.sleep(WATCH_FOLDER_S)
+            self._claim.require_in_place()
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""
@@ -265,8 +279,11 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
+        if self._claim is not None:
+            self._claim.require_in_place()
         self._attempt, self._stopped = told.attempt, ""
         role = role_of(run_id, told, self._following.identity, self.config)
+        Ledger(self.config.state_folder).require_known(role.name, told.earlier)
         to = accepted(self.config.policy.eavesdroppers)
         mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials, to) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
@@ -283,6 +300,8 @@ class Learner:
             changed=self._changed,
             keep_log=self.config.keep_log,
         )
+        if self._claim is not None:
+            self._claim.renew()
         self._mirror, self._refused = mirror, None
 
     def _noise(self, role: Role) -> Noise:

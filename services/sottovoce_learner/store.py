@@ -25,6 +25,7 @@ from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.lines import Held
 from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, put_away, sync_folder, write_snapshot
 from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
 from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, said, stand
@@ -36,10 +37,46 @@ _A_ROUND = 2_048
 """Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
 
 
-def claim(folder: Path, learner: str) -> TextIO:
-    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
+class Claim:
+    """Exclusive use of a learner's files, until it is closed, or this process dies, however it does.
 
-    The claim lasts until the file is closed, or this process dies, however it does.
+    Args:
+        file: the lock, held.
+        files: of the learner.
+    """
+
+    def __init__(self, file: TextIO, files: Files) -> None:
+        self._file, self._files = file, files
+        self._lock = Held(Path(file.name), file.fileno())
+        self._held = [self._lock]
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def renew(self) -> None:
+        """Note which files stand there now: from now on they must stay."""
+        there = [path for path in (self._files.runs, self._files.mark) if path.exists()]
+        self._held = [self._lock, *map(Held, there)]
+
+    def require_in_place(self) -> None:
+        """Raise an error unless the files are still there: another folder in their place is another ledger.
+
+        Raises:
+            DataError: one was deleted, moved, replaced or cut.
+        """
+        for each in self._held:
+            each.require_in_place()
+
+    def close(self) -> None:
+        """Let another process be this learner."""
+        self._file.close()
+
+
+def claim(folder: Path, learner: str) -> Claim:
+    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
 
     Raises:
         NotReady: another process is this learner.
@@ -52,7 +89,7 @@ def claim(folder: Path, learner: str) -> TextIO:
         raise NotReady(
             f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
         ) from None
-    return file
+    return Claim(file, Files(folder, learner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +121,20 @@ class RunLog:
         elsewhere: epsilon of all other runs.
         terms: what it is kept by.
         reading: what it holds from before; None: nothing.
+        ledger: the file of the ledger, which has the run's line.
     """
 
     def __init__(
-        self, log: Log, mark_file: MarkFile, mark: Mark, elsewhere: float, terms: Terms, reading: Reading | None
+        self,
+        log: Log,
+        mark_file: MarkFile,
+        mark: Mark,
+        elsewhere: float,
+        terms: Terms,
+        reading: Reading | None,
+        ledger: Held,
     ) -> None:
-        self._log, self._mark_file, self._mark = log, mark_file, mark
+        self._log, self._mark_file, self._mark, self._ledger = log, mark_file, mark, ledger
         self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
         self.spent = mark.spent
         """Epsilon of the run, charged."""
@@ -187,12 +232,15 @@ class RunLog:
 
         Raises:
             OSError: that failed, or it is closed.
+            DataError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
         """
         if self.settled:
             return
         if not self._open:
             raise OSError(errno.EBADF, "the log is closed")
         self._log.sync()
+        for each in (self._log, self._mark_file, self._ledger):
+            each.require_in_place()
         self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain, spent=self.spent)
         self._mark_file.write(self._mark)
 
@@ -301,8 +349,9 @@ class Store:
             mark_file = opened.enter_context(closing(MarkFile(self._files.mark)))
             mark_file.settle(mark)
             self._forget_logs(but=folder)
+            ledger = Held(self._files.runs)
             opened.pop_all()
-        return RunLog(log, mark_file, mark, elsewhere, terms, reading)
+        return RunLog(log, mark_file, mark, elsewhere, terms, reading, ledger)
 
     def end(self) -> None:
         """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""

@@ -87,6 +87,7 @@ ACCESS: Mapping[str, Rule] = {
     f"{_EAVESDROPPER}/OpenCapture": _rule(Role.COORDINATOR, condition="resumed: the one that opened it"),
     f"{_EAVESDROPPER}/CloseCapture": _rule(Role.COORDINATOR, condition="the one that opened it"),
     f"{_EAVESDROPPER}/ListCaptures": _RUNS,
+    f"{_EAVESDROPPER}/ListSent": _rule(Role.COORDINATOR, condition="of captures that it opened"),
     f"{_EAVESDROPPER}/StreamCapture": _RUNS,
     f"{_EAVESDROPPER}/Mirror": _rule(Role.LEARNER, condition="as itself, in the run that is captured"),
     "/grpc.health.v1.Health/Check": _rule(*_ANY),

@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import Unavailable
-from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a learner has sent in a run at least, as its coordinator or a capture knows.
+
+    Attributes:
+        run_id: the run.
+        learner: name of the learner.
+        rounds: one more than the last round of which a message is known.
+        at: when it was sent.
+    """
+
+    run_id: str
+    learner: str
+    rounds: int
+    at: datetime
+
+    def to_wire(self) -> eavesdropper_pb2.Sent:
+        """As a message."""
+        at = Timestamp()
+        at.FromDatetime(self.at)
+        return eavesdropper_pb2.Sent(run_id=self.run_id, learner=self.learner, rounds=self.rounds, last_at=at)
+
+    @classmethod
+    def from_wire(cls, said: eavesdropper_pb2.Sent) -> Sent:
+        """Read a message."""
+        return cls(said.run_id, said.learner, said.rounds, said.last_at.ToDatetime(UTC))
+
+
+def read_sent(told: Iterable[eavesdropper_pb2.Sent]) -> tuple[Sent, ...]:
+    """Read messages."""
+    return tuple(map(Sent.from_wire, told))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +55,7 @@ class Assignment:
         index: the learner's.
         mirror: where to copy messages to; empty for nowhere.
         attempt: how often the run was taken up again after it had failed.
+        earlier: what is known of the learner in runs before this one.
     """
 
     spec: str
@@ -25,6 +63,7 @@ class Assignment:
     index: int
     mirror: str = ""
     attempt: int = 0
+    earlier: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +178,14 @@ def to_wire(run_id: str, told: Directive, origin: Origin) -> coordinator_pb2.Dir
 def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
     pb = coordinator_pb2
     match told:
-        case Assignment(spec, n_features, index, mirror, attempt):
+        case Assignment(spec, n_features, index, mirror, attempt, earlier):
             assignment = pb.Assignment(
-                spec=spec, n_features=n_features, index=index, mirror_address=mirror, attempt=attempt
+                spec=spec,
+                n_features=n_features,
+                index=index,
+                mirror_address=mirror,
+                attempt=attempt,
+                earlier=[each.to_wire() for each in earlier],
             )
             return pb.Directive(run_id=run_id, assignment=assignment)
         case Epoch(first_round, neighbours):
@@ -173,7 +217,8 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
     match said.WhichOneof("directive"):
         case "assignment":
             told = said.assignment
-            return Assignment(told.spec, told.n_features, told.index, told.mirror_address, told.attempt)
+            earlier = read_sent(told.earlier)
+            return Assignment(told.spec, told.n_features, told.index, told.mirror_address, told.attempt, earlier)
         case "epoch":
             neighbours = (
                 Neighbour(n.index, n.name, n.address, n.weight, n.told, n.relayed) for n in said.epoch.neighbours

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sottovoce.experiment import Prepared
+from sottovoce.running.run import build_run
 from sottovoce_client.reports.run_report import run_page
+from sottovoce_client.running import conduct as conducting
 from sottovoce_client.running.console import print_summary
 from sottovoce_client.running.evaluate import gaps_in, not_captured, noticed_in
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import Noticed, RunSummary
 from tests.client.summaries import capture, summary
-from tests.examples import small_spec
+from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, frame, row
 
 LINE = "The eavesdropper noticed 2 things that must never happen: learner 0 to learner 1, round 3: <b>bytes</b> …"
@@ -46,6 +49,18 @@ def test_nothing_noticed_is_not_worth_a_line() -> None:
         made = replace(summary(), noticed=noticed)
         assert "noticed" not in printed(made)
         assert "must never happen" not in run_page(made).html()
+
+
+@pytest.mark.parametrize(("noticed", "code"), [(None, 0), (Noticed(0, (), None), 0), (TWO, 1)])
+def test_a_run_in_which_something_was_noticed_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: Noticed | None, code: int
+) -> None:
+    """It has finished; what must never happen is no success."""
+    spec = small_spec(4, 2)
+    monkeypatch.setattr(conducting, "run_async", lambda start: outcome(None))
+    monkeypatch.setattr(conducting, "summarise", lambda *_: replace(summary(), noticed=noticed))
+    prepared = Prepared(build_run(spec, 3), made_up(spec))
+    assert conducting.conduct(prepared, tmp_path, lambda *_: asyncio.sleep(0)) == code  # type: ignore[arg-type]
 
 
 def outcome(capture: str | None) -> Outcome:

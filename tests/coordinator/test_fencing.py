@@ -45,6 +45,7 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
         (claim(store=ELSEWHERE, rejoins=True), False, StrangerError, "another state folder"),
         (claim(3), True, Unavailable, "is here already: stop the other process"),
         (claim(2), False, NotReady, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
+        (claim(3), False, NotReady, "has no log of the run that this learner is in, and 9 rounds were said in it"),
         (claim(3, journaled=8), False, NotReady, "it knows incarnation 3 and 8 rounds, and must know 3 and 9"),
         (claim(2, rejoins=True), False, NotReady, "is an old one and ends"),
         (claim(2**32 + 1), False, RemoteProtocolError, "one more at each start of a learner, at most 4294967296"),

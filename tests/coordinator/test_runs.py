@@ -38,6 +38,19 @@ def running(held: RunBook, ready: int = 0) -> list[bool]:
     return [held.report(status(name, RUNNING, ready=ready)) for name in "abc"]
 
 
+def test_who_cannot_go_on_has_said_what_it_had_said() -> None:
+    """It knows nothing of its run any more, and the round in which the run failed is not 0."""
+    held = book()
+    running(held, ready=9)
+    for name in "abc":
+        held.report(
+            LearnerStatus(name, "r-1", RUNNING, rounds_done=4, rounds_said=5, rounds_with_data=9, epsilon_spent=2.0)
+        )
+    held.report(LearnerStatus("b", "r-1", LearnerState.FAILED, "its state folder is a copy"))
+    assert (held.state, held.detail) == (RunState.FAILED, "b failed: its state folder is a copy")
+    assert [(each.rounds_done, each.rounds_said, each.epsilon_spent) for each in held.statuses] == [(4, 5, 2.0)] * 3
+
+
 # ---- what learners are told ------------------------------------------------------------------------------------------
 
 

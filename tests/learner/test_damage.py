@@ -23,7 +23,7 @@ from sottovoce_learner.log import PAGE, Durability
 from sottovoce_learner.mark import SLOT
 from sottovoce_learner.repair import repair
 from sottovoce_learner.standing import Files, stand, under_way
-from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_learner.store import RunLog, Store, Terms, claim
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
 NAME, AHEAD = "ann", 512
@@ -327,6 +327,87 @@ def test_a_copy_is_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(folder, copy)
     with pytest.raises(DataError, match="this state folder is a copy, and two learners with one ledger"):
         open_run(copy, "run-b")
+
+
+def replaced(path: Path) -> None:
+    """By a copy with the same content."""
+    draft = path.with_name("draft")
+    shutil.copy2(path, draft)
+    draft.replace(path)
+
+
+def put_back(folder: Path) -> None:
+    """The folder is deleted, and a copy put in its place."""
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    shutil.rmtree(folder)
+    copy.rename(folder)
+
+
+FOLDER_LOST: dict[str, Callable[[Path], object]] = {
+    "deleted": shutil.rmtree,
+    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "put back": put_back,
+}
+FILES = [Path("run-a@ann", "00000000.log"), Path("ann.mark"), Path("ann.runs")]
+FILE_LOST: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "moved": lambda path: path.rename(path.with_name("elsewhere")),
+    "replaced": replaced,
+    "cut": lambda path: os.truncate(path, 100),
+}
+
+
+@pytest.mark.parametrize(
+    ("harm", "file"),
+    [
+        *(pytest.param(harm, Path(), id=f"folder {name}") for name, harm in FOLDER_LOST.items()),
+        *(pytest.param(FOLDER_LOST[name], FILES[0].parent, id=f"run's folder {name}") for name in FOLDER_LOST),
+        *(pytest.param(harm, file, id=f"{file} {name}") for file in FILES for name, harm in FILE_LOST.items()),
+    ],
+)
+def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Path], object], file: Path) -> None:
+    """Deleted, moved, replaced or cut by another process, while the learner goes on: a restart would not find what it writes."""
+    say(log := open_run(folder := tmp_path / "state", "run-a", window=9), range(2))
+    harm(folder / file)
+    with pytest.raises(DataError, match=r"state folder must stay .* was deleted, moved, replaced or cut"):
+        say(log, range(2, 3))
+
+
+def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The segment that is written now counts, whichever it is; those before it may be deleted."""
+    monkeypatch.setattr(logs, "SEGMENT", PAGE + 600)
+    say(log := open_run(tmp_path, "run-a"), range(4))
+    first, *_, last = sorted(tmp_path.glob("run-a@ann/*.log"))
+    first.unlink()
+    say(log, range(4, 5))
+    last = max(tmp_path.glob("run-a@ann/*.log"))
+    last.unlink()
+    with pytest.raises(DataError, match=last.name):
+        say(log, range(5, 6))
+
+
+@pytest.mark.parametrize("harm", FOLDER_LOST.values(), ids=FOLDER_LOST)
+def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    """Between runs, too: on another folder in its place a learner would begin another ledger."""
+    lived(folder := tmp_path / "state")
+    with claim(folder, NAME) as held:
+        held.renew()
+        say(open_run(folder, "run-c"), range(2))
+        held.require_in_place()
+        harm(folder)
+        with pytest.raises(DataError, match="was deleted, moved, replaced or cut"):
+            held.require_in_place()
+
+
+@pytest.mark.parametrize("file", ["ann.runs", "ann.mark", "ann.lock"])
+@pytest.mark.parametrize("harm", ["deleted", "replaced"])
+def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
+    with claim(folder, NAME) as held:
+        held.renew()
+        FILE_LOST[harm](folder / file)
+        with pytest.raises(DataError, match=file):
+            held.require_in_place()
 
 
 def test_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

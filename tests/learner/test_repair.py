@@ -128,6 +128,14 @@ def test_a_learner_of_whom_nothing_is_there_is_not_said_to_have_lost_nothing(
     assert not list(empty.iterdir())
 
 
+@pytest.mark.parametrize(("charge", "in_all"), [(0.0, 2 * PRICE + RESERVED), (9.0, 5 * PRICE + 9.0)])
+def test_a_backup_is_charged_what_was_spent_since_beside_what_it_knows(
+    folder: Path, charge: float, in_all: float
+) -> None:
+    """The run that was open in it is charged as it stands there, or all that was reserved, if that is more."""
+    assert repair(folder, NAME, charge).in_all == Ledger(folder).spent(NAME) == in_all
+
+
 def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:
     with claim(folder, NAME), pytest.raises(NotReady, match="another process is learner 'ann'"):
         repair(folder, NAME)
@@ -138,7 +146,11 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     shutil.copytree(folder, copy)
     out = io.StringIO()
     own_ledger(copy, NAME, Console(file=out))
-    assert f"ann goes on from {copy}" in out.getvalue()
+    assert f"ann goes on from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in all\n" in out.getvalue()
+    assert (
+        f"charge that before the learner starts: sottovoce ledger repair {copy} --learner ann --charge"
+        in out.getvalue()
+    )
     assert open_run(copy, "run-b").spent == 3 * PRICE
     cut(copy / LOG)
     with pytest.raises(DataError, match="ledger repair"):

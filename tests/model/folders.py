@@ -18,6 +18,7 @@ from sottovoce_learner.books import Books
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
 from sottovoce_learner.intake import Planned
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.lines import Held
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import About, Log, Reading, hashed, host
 from sottovoce_learner.mark import Mark, MarkFile
@@ -174,6 +175,9 @@ class _MemoryLog(Log):
     def sync(self) -> None:
         pass
 
+    def require_in_place(self) -> None:
+        pass
+
 
 class _MemoryMark(MarkFile):
     """A mark in memory."""
@@ -187,6 +191,19 @@ class _MemoryMark(MarkFile):
 
     def settle(self, mark: Mark, *, sync: bool = True) -> None:
         self.write(mark)
+
+    def require_in_place(self) -> None:
+        pass
+
+
+class _MemoryLedger(Held):
+    """A ledger in memory."""
+
+    def __init__(self) -> None:
+        pass
+
+    def require_in_place(self, size: int | None = None) -> None:
+        pass
 
 
 class Writes(NamedTuple):
@@ -206,7 +223,7 @@ def _written(kind: Callable[..., RunLog], shape: Shape, folder: Folder, what: Ca
 
     log, mark = _MemoryLog(folder.log, note), _MemoryMark(folder.mark, note)
     terms = Terms("process", codec_of(shape).length, shape.window, shape.rounds, None)
-    what(kind(log, mark, folder.mark, 0.0, terms, None))
+    what(kind(log, mark, folder.mark, 0.0, terms, None, _MemoryLedger()))
     return Writes(tuple(names), tuple(folders))
 
 

@@ -32,7 +32,7 @@ class Learners(Streams):
             yield from self._introduces(state, f)
 
     def _claim(self, state: State, f: int, *, rejoins: bool = False) -> Claim:
-        """`Learner._join`: what it says of itself; a damaged folder is in no run."""
+        """`Learner._join`: what it says of itself."""
         i, folder, session = self.shape.owner(f), state.folders[f], state.processes[f].session
         journaled = None if session is None else session.said
         if session is None and folders.stands(self.shape, i, folder):
@@ -42,6 +42,9 @@ class Learners(Streams):
     def _introduces(self, state: State, f: int) -> Iterator[Step]:
         """`Coordinator._admit` up to the issue, which is durable, and `Learner._join`, which writes it."""
         i, coordinator, who = self.shape.owner(f), state.coordinator, self.shape.called(f)
+        if not folders.stands(self.shape, i, state.folders[f]):  # `Learner._require_whole`, before it joins
+            yield self._refused(state._replace(damaged=True), f)
+            return
         said = coordinator.book.statuses[i][2]
         try:
             member = coordinator.members[i].admit(self._claim(state, f), live=self._is_here(state, i), journaled=said)

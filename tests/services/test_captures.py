@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,14 @@ from hypothesis import strategies as st
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, SpecError
 from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
+from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import schema
+from sottovoce_eavesdropper.resuming import sent_in
+from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
 from tests.services.network import PATIENCE_S
 
@@ -468,3 +475,43 @@ async def test_memory_does_not_grow_with_what_is_repeated(tmp_path: Path) -> Non
     assert max(sizes) <= parts.BATCH
     assert sum(sizes) == 8_000
     assert capture.transcript(SHAPES, 2).rounds == 40
+
+
+async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
+    """The disk was slow, and the coordinator asks again: addresses are written down by then, and relays lead elsewhere."""
+    written, led = asyncio.Event(), list[str]()
+
+    async def lead(target: str) -> None:
+        led.append(target)
+
+    file: Any = SimpleNamespace(
+        routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], describe=written.wait
+    )
+    relay: Any = SimpleNamespace(lead=lead)
+    codec, who = RoundCodec({"y": (2,)}), Participants.of("{}")
+    recording = Recording(file, [relay], Tasks(), who, codec)
+    routes = [eavesdropper_pb2.Route(caller=0, callee=1, target="b:2")]
+    asked = asyncio.ensure_future(recording.lead(routes))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+    await recording.lead(routes)
+    assert led == ["b:2"]
+
+
+@pytest.mark.parametrize("close", [True, False])
+async def test_a_capture_knows_how_far_each_learner_was(tmp_path: Path, *, close: bool) -> None:
+    """By its last round, though older ones were sent again behind it; not by what is no message of the run, or of another one."""
+    spec = json.dumps({"learners": ["ann", "ben", "cleo"], "rounds": 20})
+    talk = conversation(9)
+    file = await captured(tmp_path / "c", talk[:-1], close=False, spec=spec)
+    for each in (
+        row(frame(7, 0), 0, 1, stream=2, at=99),
+        row(frame(15, 0), 1, 0, at=99),
+        row(frame(25, 1), 1, 0, at=99),
+        row(frame(16, 1), 1, 0, at=99, method="/other"),
+        row(b"nothing", 0, 1, at=99),
+    ):
+        file.add(each)
+    await (file.close() if close else file.flush())
+    assert sent_in(open_capture(tmp_path / "c")) == {0: (9, 8 * 10**9), 1: (8, 7 * 10**9)}

@@ -234,6 +234,50 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
     assert again.state == "finished"
 
 
+def commanded(*arguments: str) -> tuple[int, str]:
+    """A command: its exit code, and what it prints."""
+    command = [sys.executable, "-m", "sottovoce_client", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+async def test_a_learner_is_moved_and_restored_as_the_page_says(tmp_path: Path) -> None:
+    """docs/deploy.md: moved within its run, which goes on; the folder that it left, and a backup, do not speak again."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    spec = small_spec(150, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.05, "deadline_s": 100.0})
+    begun = asyncio.Event()
+    with service("coordinator", "--listen", "127.0.0.1:0") as (_, address):
+        ann = "learner", "--name", "ann", "--coordinator", address, "--state"
+        with service("learner", "--name", "ben", "--coordinator", address, "--state", str(tmp_path / "ben")):
+            with service(*ann, str(old)) as (first, listens):
+                running = asyncio.ensure_future(run_on(address, spec, made_up(spec), partial(_tell_when_begun, begun)))
+                await asyncio.wait_for(begun.wait(), PATIENCE_S)
+                first.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(first.wait)
+            shutil.copytree(old, new)
+            copied = await asyncio.to_thread(ended, *ann, str(new))
+            before = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
+            told = await asyncio.to_thread(commanded, "ledger", "moved", str(new), "--learner", "ann")
+            after = await asyncio.to_thread(commanded, "ledger", "--state", str(new), "--json")
+            with service(*ann, str(new), "--listen", listens):
+                outcome = await asyncio.wait_for(running, PATIENCE_S)
+            left = await asyncio.to_thread(ended, *ann, str(old))
+            charge = "ledger", "repair", str(old), "--learner", "ann", "--charge", "1000"
+            charged = await asyncio.to_thread(commanded, *charge)
+            restored = await asyncio.to_thread(commanded, "ledger", "--state", str(old), "--json")
+    assert copied[0] == 2 and "this state folder is a copy" in copied[1]
+    assert f"`sottovoce ledger moved {new} --learner ann`" in copied[1]
+    assert told[0] == 0 and f"ann goes on from {new}: 1 runs" in told[1]
+    assert before == after and before[0] == 0
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    assert outcome.statuses[0].rounds_said == 150
+    assert left[0] == 2 and "the state folder of learner 'ann' is an old one" in left[1]
+    assert charged[0] == 0
+    spent = [each["epsilon"] for each in json.loads(restored[1])]
+    assert spent == [json.loads(before[1])[0]["epsilon"] + 1000]
+
+
 async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Path) -> None:
     """As by a snapshot of the disk: every file has the content that it had some rounds before, and the same incarnation."""
     begun, later, folder = asyncio.Event(), asyncio.Event(), tmp_path / "learners"

@@ -17,6 +17,7 @@ from sottovoce_client.running import feeder
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.service import Coordinator
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import following
 from sottovoce_learner.session import Session
@@ -26,7 +27,8 @@ from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up
 from tests.gossip import gossip_spec
-from tests.services.network import PATIENCE_S, Network, given_up_soon, refused, said_rounds
+from tests.services.network import PATIENCE_S, Network, given_up_soon, network, refused, said_rounds
+from tests.services.test_fencing import follows
 from tests.services.test_resume import resume
 from tests.services.test_run import recorded
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
@@ -285,6 +287,95 @@ async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
         end = await up.end(run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
     assert (len(before), said_rounds(journals, "ben")) == (21, before)
+
+
+async def set_back_together(up: Network, first: Work) -> str:
+    """A run that is captured; then its coordinator is lost, and the folders of all learners are set back, where they are.
+
+    The noise is the operating system's: what is sent again is sent with other bytes.
+    """
+    (run_id,) = await begun(up, first)
+    await fed(up, run_id, first, 20)
+    journals = up.folder / "journals"
+    earlier = {file: file.read_bytes() for file in journals.rglob("*") if file.is_file()}
+    await fed(up, run_id, first, 40)
+    for name in NAMES:
+        await up.leave(name)
+    await up.restart_coordinator(lose=True)
+    for file, content in earlier.items():
+        file.write_bytes(content)
+    for name in NAMES:
+        await up.join(name)
+    return run_id
+
+
+@pytest.mark.parametrize("capture", ["relay", "mirror"])
+async def test_learners_that_were_set_back_together_are_known_by_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
+) -> None:
+    """It is asked before anybody goes on; an eavesdropper that does not answer is waited for by the operator."""
+    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    first = work(tmp_path, NAMES, 1, ROUNDS, capture=capture)
+    async with network(tmp_path, NAMES, durable=True) as up:
+        run_id = await set_back_together(up, first)
+        assert up.coordinating is not None
+        captures = up.coordinating._captures
+        with monkeypatch.context() as away:
+            away.setattr(captures, "address", "127.0.0.1:1")
+            unanswered = await refused(recover(up, run_id, first.spec))
+        old = await not_recovered(up, run_id, first.spec)
+        said = [len(said_rounds(tmp_path / "journals", name)) for name in NAMES]
+    assert unanswered.code() is grpc.StatusCode.UNAVAILABLE
+    assert re.search(
+        rf"each learner must have all rounds of run '{run_id}' in its log that were captured, got "
+        r"ann \(2\d of 4\d rounds\), ben \(2\d of 4\d rounds\), cleo .*`sottovoce ledger repair FOLDER --learner NAME --charge",
+        old,
+    )
+    assert max(said) <= 22
+
+
+async def test_a_coordinator_that_was_set_back_with_its_learners_asks_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a machine is by a snapshot. Nobody asks for a recovery then."""
+    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    first = work(tmp_path, NAMES, 1, ROUNDS, capture="relay")
+    async with network(tmp_path, NAMES, durable=True) as up:
+        (run_id,) = await begun(up, first)
+        await fed(up, run_id, first, 20)
+        folders = tmp_path / "journals", tmp_path / "coordinator"
+        earlier = {file: file.read_bytes() for each in folders for file in each.rglob("*") if file.is_file()}
+        await fed(up, run_id, first, 40)
+        for name in NAMES:
+            await up.leave(name)
+        old = await up.cut_coordinator()
+        for file, content in earlier.items():
+            file.write_bytes(content)
+        up.coordinating = Coordinator(replace(old.config, listen=up.coordinator))
+        await up.coordinating.start()
+        for name in NAMES:
+            with pytest.raises(
+                NotReady, match=r"is an old one: it knows incarnation 1 and 2\d rounds, and must know 1 and 4\d"
+            ):
+                await follows(up, name, tmp_path / "journals")
+
+
+@pytest.mark.parametrize("capture", ["relay", "mirror"])
+async def test_the_first_contradiction_that_is_recorded_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
+) -> None:
+    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    monkeypatch.setattr(starting, "require_newest", lambda *_: None)  # as if the capture had not known it
+    first = work(tmp_path, NAMES, 1, 5_000, capture=capture, clock=PACED)
+    async with network(tmp_path, NAMES, durable=True) as up:
+        run_id = await set_back_together(up, first)
+        await recover(up, run_id, first.spec)
+        feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
+        end = await up.end(run_id)
+        feeding.cancel()
+    assert end.state == coordinator_pb2.RUN_STATE_FAILED
+    assert end.detail.startswith("a round was sent with two contents, whose difference no noise hides: ")
+    assert re.search(r": \w+ to \w+, round [234]\d: .* other bytes.* set back\?$", end.detail)
 
 
 async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path) -> None:

@@ -174,9 +174,15 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
         NotReady: the learner is running.
         DataError: it is not whole.
     """
-    _require(_ledger_in(folder), learner)
+    ledger = _ledger_in(folder)
+    _require(ledger, learner)
     moved(folder, learner)
-    (console or terminal.console()).print(
-        f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True
+    runs = ledger.lines(learner)
+    spent = math.fsum(run.spent for run in runs)
+    text = (
+        f"{learner} goes on from {folder}: {count(len(runs))} runs, ε {number(spent)} in all\n"
+        "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
+        f"sottovoce ledger repair {folder} --learner {learner} --charge EPSILON"
     )
-    terminal.tell(lambda: {"learner": learner, "state": folder})
+    (console or terminal.console()).print(text, markup=False, highlight=False, soft_wrap=True)
+    terminal.tell(lambda: {"learner": learner, "state": folder, "runs": len(runs), "epsilon": spent})

@@ -34,8 +34,9 @@ _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcom
 def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = False) -> int:
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
-    0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, or
-    the capture could not be written. 130: stopped by the operator, or this command was told to end before the run was over.
+    0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, the
+    capture could not be written, or something was noticed in it that must never happen. 130: stopped by the operator, or this
+    command was told to end before the run was over.
 
     Args:
         prepared: what to run.
@@ -89,7 +90,8 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
         _print_all(summary.not_captured)
         terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)
         over = outcome.state == "finished" or spec.endless
-        return 0 if over and not outcome.capture_error else 1
+        wrong = summary.noticed is not None and summary.noticed.count
+        return 0 if over and not outcome.capture_error and not wrong else 1
     return _cut_short(outcome, folder, spec)
 
 

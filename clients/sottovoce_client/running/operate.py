@@ -134,8 +134,22 @@ async def _begun(
         return await _resumed(coordinator_pb2_grpc.CoordinatorStub(to), wanted, resume)
     lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
     method, request = ("RecoverRun", lost) if recover else ("StartRun", wanted)
+    if recover:
+        terminal.say(_before_recovery(recover, json.loads(wanted.spec).get("capture", "none")))
     call = told_early(to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_S)
     return await answered(call, to, f"the coordinator at {coordinator}", terminal.say)
+
+
+def _before_recovery(run_id: str, capture: str) -> str:
+    """What is known of the learners' state folders before a run goes on from them, and what nobody can know."""
+    if capture in ("relay", "mirror"):
+        known = "its capture is asked first whether one was set back, where the coordinator has an --eavesdropper that has it"
+    else:
+        known = (
+            "no message of it was recorded, so nobody knows if all were set back together, by a backup or a snapshot, and would "
+            "send rounds again with other noise: stop here (Ctrl-C) if one was restored"
+        )
+    return f"recovering {run_id} from the state folders of its learners: {known}"
 
 
 async def _resumed(

@@ -47,6 +47,11 @@ class Notice:
     round: int | None
     text: str
 
+    @property
+    def contradicts(self) -> bool:
+        """Two contents of one round were sent, whose difference no noise hides."""
+        return self.kind in ("again", "equivocation")
+
 
 @dataclass(frozen=True, slots=True)
 class Said:

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from sottovoce_wire.v1 import eavesdropper_pb2 as _eavesdropper_pb2
 from sottovoce_wire.v1 import learner_pb2 as _learner_pb2
 import builtins as _builtins
 import sys
@@ -467,6 +468,7 @@ class Assignment(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
     """The run spec, JSON with its `format`, with the graph as a list of edges. A learner checks every epoch against it:
     what its guarantee rests on is not for the coordinator to change.
@@ -481,6 +483,10 @@ class Assignment(_message.Message):
     """How often the run was taken up again after it had failed. A learner that was told a lower one ends what it does, and goes
     on from its log.
     """
+    @_builtins.property
+    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[_eavesdropper_pb2.Sent]:
+        """What is known of this learner in runs before this one, by its coordinator or by captures. A ledger that knows less was set back."""
+
     def __init__(
         self,
         *,
@@ -489,10 +495,11 @@ class Assignment(_message.Message):
         index: _builtins.int = ...,
         mirror_address: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        earlier: _abc.Iterable[_eavesdropper_pb2.Sent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "earlier", b"earlier", "index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,7 @@ class OpenCaptureResponse(_message.Message):
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
+    CONTRADICTION_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     mirror_address: _builtins.str
     """Where mirrored messages go."""
@@ -121,6 +122,8 @@ class OpenCaptureResponse(_message.Message):
     """Folder (or URL) of the records."""
     gaps: _builtins.int
     """Intervals of rounds that are missing so far."""
+    contradiction: _builtins.str
+    """The first round that was recorded with two contents, in words; empty: none was."""
     @_builtins.property
     def relay_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where learners should connect in place of each route's target."""
@@ -133,10 +136,11 @@ class OpenCaptureResponse(_message.Message):
         mirror_address: _builtins.str = ...,
         location: _builtins.str = ...,
         gaps: _builtins.int = ...,
+        contradiction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "gaps", b"gaps", "location", b"location", "mirror_address", b"mirror_address", "relay_addresses", b"relay_addresses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "contradiction", b"contradiction", "gaps", b"gaps", "location", b"location", "mirror_address", b"mirror_address", "relay_addresses", b"relay_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +321,86 @@ class StreamCaptureResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamCaptureResponse: _TypeAlias = StreamCaptureResponse  # noqa: Y015
+
+@_typing.final
+class ListSentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LEARNERS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Of this run; empty: of every run."""
+    @_builtins.property
+    def learners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of these learners, by name; none: of all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        learners: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learners", b"learners", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSentRequest: _TypeAlias = ListSentRequest  # noqa: Y015
+
+@_typing.final
+class ListSentResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sent]: ...
+    def __init__(
+        self,
+        *,
+        sent: _abc.Iterable[Global___Sent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSentResponse: _TypeAlias = ListSentResponse  # noqa: Y015
+
+@_typing.final
+class Sent(_message.Message):
+    """What a learner has sent in a run at least."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    LAST_AT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    learner: _builtins.str
+    rounds: _builtins.int
+    """One more than the last round of which a message was recorded."""
+    @_builtins.property
+    def last_at(self) -> _timestamp_pb2.Timestamp:
+        """When that was recorded."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        learner: _builtins.str = ...,
+        rounds: _builtins.int = ...,
+        last_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_at", b"last_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_at", b"last_at", "learner", b"learner", "rounds", b"rounds", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sent: _TypeAlias = Sent  # noqa: Y015
 
 @_typing.final
 class CloseCaptureRequest(_message.Message):

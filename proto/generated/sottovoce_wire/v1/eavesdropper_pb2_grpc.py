@@ -35,6 +35,11 @@ class EavesdropperStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureResponse.FromString,
                 )
+        self.ListSent = channel.unary_unary(
+                '/sottovoce_wire.v1.Eavesdropper/ListSent',
+                request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.FromString,
+                )
         self.Mirror = channel.stream_unary(
                 '/sottovoce_wire.v1.Eavesdropper/Mirror',
                 request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.MirrorRequest.SerializeToString,
@@ -74,6 +79,13 @@ class EavesdropperServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSent(self, request, context):
+        """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Mirror(self, request_iterator, context):
         """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels.
         """
@@ -103,6 +115,11 @@ def add_EavesdropperServicer_to_server(servicer, server):
                     servicer.CloseCapture,
                     request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureResponse.SerializeToString,
+            ),
+            'ListSent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSent,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.SerializeToString,
             ),
             'Mirror': grpc.stream_unary_rpc_method_handler(
                     servicer.Mirror,
@@ -185,6 +202,23 @@ class Eavesdropper(object):
         return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Eavesdropper/CloseCapture',
             sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListSent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Eavesdropper/ListSent',
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -41,6 +41,8 @@ class EavesdropperStub:
     """The recorded files of a capture, in pieces."""
     CloseCapture: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]
     """End a capture: what is in memory is written, and the relay ports are closed."""
+    ListSent: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRequest, _eavesdropper_pb2.ListSentResponse]
+    """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
     Mirror: _grpc.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]
     """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels."""
 
@@ -57,6 +59,8 @@ class EavesdropperAsyncStub(EavesdropperStub):
     """The recorded files of a capture, in pieces."""
     CloseCapture: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]  # type: ignore[assignment]
     """End a capture: what is in memory is written, and the relay ports are closed."""
+    ListSent: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRequest, _eavesdropper_pb2.ListSentResponse]  # type: ignore[assignment]
+    """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
     Mirror: _aio.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]  # type: ignore[assignment]
     """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels."""
 
@@ -94,6 +98,14 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_eavesdropper_pb2.CloseCaptureResponse, _abc.Awaitable[_eavesdropper_pb2.CloseCaptureResponse]]:
         """End a capture: what is in memory is written, and the relay ports are closed."""
+
+    @_abc_1.abstractmethod
+    def ListSent(
+        self,
+        request: _eavesdropper_pb2.ListSentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_eavesdropper_pb2.ListSentResponse, _abc.Awaitable[_eavesdropper_pb2.ListSentResponse]]:
+        """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
 
     @_abc_1.abstractmethod
     def Mirror(
