@@ -15,7 +15,7 @@ import yaml
 
 from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.first_spec import ROUNDS, first_spec
-from sottovoce.data.columns import default_label, read_cells, require_names
+from sottovoce.data.columns import default_label, read_cells, require_column, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source
 from sottovoce.data.files import PLACEMENT, READABLE, RawTable
 from sottovoce.data.labels import class_named, texts_of
@@ -230,8 +230,10 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
         return data, _loss(wishes, data, classes, 1.0, asking), None
     label = wishes.label
     if wishes.file.suffix.lower() != ".npz":
-        names, guess = _columns(wishes.file, label)
+        names, guess, header = _columns(wishes.file, label)
         asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
+        if label is not None:
+            require_column(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
     table = read_source(DataSpec(source=str(wishes.file), label=label))
@@ -295,17 +297,17 @@ def _as_number(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,15}", text) and str(int(text)) == text else text
 
 
-def _columns(path: Path, label: str | None) -> tuple[list[str], str]:
-    """Names of columns that may be the label, and which of them probably is."""
-    require_names(path, label)
+def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
+    """Names of columns that may be the label, which of them probably is, and why these are names."""
+    header = require_names(path, label)
     cells, _, _ = read_cells(path)
     names = [name for name in cells if name not in PLACEMENT]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
     text = [name for name, column in cells.items() if any(_is_text(cell) for cell in column)]
     if "label" in names or "y" in names or len(text) != 1:
-        return names, default_label(names)
-    return names, text[0]
+        return names, default_label(names), header
+    return names, text[0], header
 
 
 def _is_text(cell: Any) -> bool:

@@ -141,9 +141,9 @@ _FORMATS = (
     (rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff", "text in UTF-32"),
     (rb"\xff\xfe|\xfe\xff|(\x00[^\x00]){4}|([^\x00]\x00){4}", "text in UTF-16"),
     (rb"(?i)\s*<(!doctype )?html", "a web page: fetch the file itself"),
-    (rb"\s*<[?!\w]", "XML"),
+    (rb"\s*<(\?xml|!|\w[^,\n]*\n)", "XML"),
     (rb"(?i)(\s*%.*\n)*\s*@relation\b", "ARFF (Weka): write it as .csv"),
-    (rb"\s*[\[{][^\n]*[\"\[{\]}]", "JSON: write it as .csv or .parquet"),
+    (rb"\s*(\{\s*[\"}]|\[\s*[\[{\"\d-])", "JSON: write it as .csv or .parquet"),
     (
         rb"[ \t]*[+-]?\d[\d.eE+-]*([ \t]+\d+:[+-]?[\d.][\d.eE+-]*)+[ \t]*(#.*)?\r?(\n|$)",
         "LIBSVM (label index:value ...): write it as .npz or .csv (scikit-learn's load_svmlight_file reads it)",

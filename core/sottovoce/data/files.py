@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.arrays import FloatArray, as_floats, loses_digits
 from sottovoce.errors import DataError, SpecError
+from sottovoce.yaml_files import format_of
 
 AnyArray = npt.NDArray[Any]
 SCHEMA_READS = (".csv", ".parquet")
@@ -21,6 +23,9 @@ READABLE = (".npz", *SCHEMA_READS)
 """Suffixes of files of records."""
 PLACEMENT = ("learner", "round")
 """Columns that say who learns a record, and when."""
+UNSURE = "not most of them are numbers, and none stands below again"
+"""Why the first line of a `.csv` file may hold names, where nothing better is known: no error quotes it, for it may be a record."""
+DIGITS = "whole numbers beyond 2**53, of which float64 loses digits"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +51,21 @@ class RawTable:
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
     header: str | None = None
+
+    def called(self, column: int) -> str:
+        """A feature column in an error: by its place, where it has no name or that may be a value of a record."""
+        return column_called(column, None if self.columns is None else self.columns[column], self.header)
+
+
+def column_called(place: int, name: str | None, header: str | None) -> str:
+    """A column in an error.
+
+    Args:
+        place: of the column, from 0.
+        name: its name, where it has one.
+        header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
+    """
+    return f"column {place} (counted from 0)" if name is None or header == UNSURE else f"column {name!r}"
 
 
 def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
@@ -115,8 +135,35 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one bare array")
             return {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} must be a NumPy .npz archive without pickled objects: {error}") from None
+    except _BROKEN as error:
+        raise DataError(
+            f"{path} must be a NumPy .npz archive without pickled objects, got {_found(path, error)}"
+        ) from None
+    except MemoryError:
+        raise DataError(f"{path} must fit into memory, got arrays of more than there is") from None
+
+
+def _found(path: Path, error: Exception) -> str:
+    """What a file is that is no such archive; NumPy's own words may quote bytes of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        head = b""
+    if found := format_of(head):
+        return found
+    if "pickle" in str(error) and head.startswith(b"PK"):
+        return "an array of Python objects: write numbers or text"
+    return "an archive that is broken" if head.startswith(b"PK") else "something else"
+
+
+_BROKEN = (
+    OSError, ValueError, EOFError, KeyError, TypeError, SyntaxError, OverflowError, NotImplementedError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What NumPy and zipfile raise of an archive that is torn, encrypted, packed as they do not know, or none."""
 
 
 def _first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
@@ -130,6 +177,8 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
         raise DataError(
             f"{path}: features must be numbers of the shape (records, features), got {values.dtype} {values.shape}"
         )
+    if loses_digits(values):
+        raise DataError(f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64")
     return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
 
 
