@@ -60,7 +60,7 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
         names = [*map(normal, columns)]
         require_column(names, normal(label), f"--label must be one of the columns of {sample}", header)
     try:
-        made = draft(columns, label)
+        made = draft(columns, label, header)
     except DataError as error:
         told = str(error)
         raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
@@ -203,4 +203,6 @@ def _print_fit(records: Path, found: Encoded, console: Console) -> None:
             table.add_row(count(times), Text(why), count(first[why]))
         console.print(table)
         console.print("Of a record the first reason counts; rows are counted from 0.", style="dim")
+        if found.hint:
+            console.print(Text(found.hint), soft_wrap=True)
     console.print("These are figures of the records themselves: nothing protects them.", style="dim")

@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, as_floats, loses_digits
 from sottovoce.data.cells import OTHER, normal, plain_value
-from sottovoce.data.files import DIGITS, PLACEMENT, UNSURE, AnyArray, RawTable, column_called, import_extra
+from sottovoce.data.files import DIGITS, PLACEMENT, UNSURE, AnyArray, RawTable, column_called, content_of, import_extra
 from sottovoce.data.first_line import LABELS, why_names
 from sottovoce.data.guessing import CODE, CODES, INDEX, is_index
 from sottovoce.data.header import listed
@@ -22,9 +22,9 @@ from sottovoce.yaml_files import format_of
 
 _TOLD = 12
 """Columns of which an error says what is wrong."""
-_HEAD = 4096
-"""Bytes that a format is known by."""
 _DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
+_MORE = 2**16
+"""Bytes after the first line of a `.csv` file that may tell that it is another format."""
 _LONGEST_LINE = 2**24
 """Bytes of a header line that are looked at."""
 OTHER_WIDTH = "not as many values as the header"
@@ -50,8 +50,8 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         alone = "; commas must stand between columns" if len(file.names) == 1 else ""
         raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
     matrix = file.matrix(features)
-    own, *placed = (file.values(name) if name in file.names else None for name in (label, *PLACEMENT))
-    assert own is not None  # noqa: S101 - its name is one of them
+    placed = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
+    own = file.values(label, "; drop these records, or choose another label")
     return RawTable(matrix, own, tuple(features), *placed, label=label, header=file.header)
 
 
@@ -101,7 +101,7 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
     columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
     file = _File(path, table, names, None)
-    learner, rounds = (file.values(placed[name]) if name in placed else None for name in PLACEMENT)
+    learner, rounds = (file.values(placed[name], "") if name in placed else None for name in PLACEMENT)
     return columns, learner, rounds
 
 
@@ -146,8 +146,12 @@ class _File:
         """A column in an error."""
         return column_called(self.names.index(name), name, self.header)
 
-    def values(self, name: str) -> AnyArray:
+    def values(self, name: str, advice: str) -> AnyArray:
         """A column as float64 where it holds numbers, else as text.
+
+        Args:
+            name: of the column.
+            advice: what to do about an empty cell.
 
         Raises:
             DataError: it has an empty cell, or values that are neither.
@@ -157,7 +161,6 @@ class _File:
         kind = column.type
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy())[0])
-            advice = "" if normal(name) in PLACEMENT else f"; or {_DECLARE}"
             raise DataError(
                 f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
                 f"for one (nan, NA, null){advice}"
@@ -184,9 +187,12 @@ class _File:
         """
         if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
             told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
-            schema = f"{_DECLARE}, or " if all(self._is_declarable(name) for name, _ in wrong) else ""
-            raise DataError(f"{self.path}: {told}; {schema}drop {'it' if len(wrong) == 1 else 'them'}")
-        return as_floats(np.column_stack([self.values(name) for name in features]))
+            it = "it" if len(wrong) == 1 else "them"
+            advice = f"{_DECLARE}, or drop {it}"
+            if not all(self._is_declarable(name) for name, _ in wrong):
+                advice = f"drop {it}" + (f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else "")
+            raise DataError(f"{self.path}: {told}; {advice}")
+        return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
 
     def _no_feature(self, name: str) -> str:
         """Why a column is nothing to learn from; empty: it is something."""
@@ -202,7 +208,7 @@ class _File:
 
     def _is_declarable(self, name: str) -> bool:
         """Whether a schema can have a field for a column."""
-        if not normal(name):
+        if is_index(name):
             return False
         types = import_extra("pyarrow", "pyarrow", "reading columns").types
         kind = self._column(name).type
@@ -229,8 +235,10 @@ def _named_table(path: Path, label: str | None) -> _File:
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path)
-    names = _names_of(table.schema, path, compared=str)
+    names = _names_of(table.schema, path)
     is_csv = path.suffix.lower() == ".csv"
+    if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
+        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}")
     why = why_names(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
@@ -254,7 +262,7 @@ def _codes(path: Path, table: Any) -> frozenset[str]:
     )
 
 
-def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal) -> list[str]:
+def _names_of(columns: Any, path: Path) -> list[str]:
     """The names of an Arrow schema's columns; no error quotes them, for a file without a header line has a record in their place.
 
     Raises:
@@ -266,7 +274,7 @@ def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal)
         raise DataError(f"{path} must be a readable {path.suffix} file: {_AS_UTF_8}") from None
     known = dict[str, int]()
     for k, name in enumerate(names):
-        if (first := known.setdefault(compared(name), k)) != k:
+        if (first := known.setdefault(normal(name), k)) != k:
             raise DataError(
                 f"{path}: column names must differ, and columns {first} and {k} (counted from 0) have the same; is its first "
                 "line a header?"
@@ -315,10 +323,17 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
-        why = error.strerror or _instead(path) or "it is broken"
+        why = error.strerror or _instead(path)
         raise DataError(f"{path} must be a readable {path.suffix} file: {why}") from None
     except arrow.ArrowException as error:  # its text may quote a row: what comes after the last colon
         raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
+
+
+def _instead(path: Path) -> str:
+    """What a file is that cannot be read as its name says."""
+    found = content_of(path)
+    own = path.suffix.lower() == ".csv" if found.startswith("text:") else found.startswith("a Parquet")
+    return "it is broken: copy it anew" if own else f"it is {found}"
 
 
 def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
@@ -371,13 +386,7 @@ def _passing_over(note: Callable[[Any], None]) -> Any:
 
 
 _AS_UTF_8 = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"
-
-
-def _instead(path: Path) -> str:
-    """What a file's content looks like, as the end of an error; empty: nothing that is known."""
-    with path.open("rb") as file:
-        found = format_of(file.read(_HEAD))
-    return f"it looks like {found}" if found else ""
+_LATIN = ", and may be Latin-1 or Windows-1252"
 
 
 def _require_csv(path: Path) -> None:
@@ -387,18 +396,21 @@ def _require_csv(path: Path) -> None:
         DataError: it is not UTF-8, or something else than a comma stands between its columns.
     """
     with path.open("rb") as file:
-        head = file.read(_HEAD)
-        file.seek(0)
         line = file.readline(_LONGEST_LINE)
-    if found := format_of(head):
-        advice = f": {_AS_UTF_8}" if "UTF" in found else ""
+        found = format_of(line + file.read(_MORE))
+    if found:
+        advice = f": {_AS_UTF_8}" if found.startswith("text in") else ""
         raise DataError(f"{path} must be a .csv file, and looks like {found}{advice}")
     try:
         header = line.decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}, and may be Latin-1 or Windows-1252") from None
+        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}") from None
     if "\0" in header:
         raise DataError(f"{path} must be a readable .csv file: its first line has NUL bytes, which are no text")
+    if header.startswith("#") and "," not in header:
+        raise DataError(f"{path} must begin with a line of column names, got a comment (#); remove it")
+    if header.lower().startswith("sep="):
+        raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
     between = re.sub(r'"[^"]*"', "", header)
     for sign, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if sign in between and "," not in between:
@@ -415,9 +427,9 @@ def _unquoted(path: Path, text: str) -> str:
     if "Empty CSV file" in text:
         return "it has no record"
     if "invalid UTF8" in text:
-        return _AS_UTF_8
+        return f"{_AS_UTF_8}{_LATIN}"
     if (ragged := _RAGGED.match(text)) is None:
-        return _instead(path) or "it is broken"
+        return _instead(path)
     row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
     where = f" in row {int(row) - 2} (counted from 0)" if row else ""  # Arrow's row 1 is the header
     return f"each row must have {wanted} columns, as the first one has, got {got}{where}"

@@ -15,7 +15,16 @@ from sottovoce.data.columns import OTHER_WIDTH, read_cells, read_columns
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, import_extra, read_npz
 from sottovoce.data.folders import VARIABLE, find
-from sottovoce.data.guessing import IDENTIFIER, INDEX, are_gaps, is_identifier, is_index, may_identify
+from sottovoce.data.guessing import (
+    DIFFER,
+    IDENTIFIER,
+    INDEX,
+    are_gaps,
+    is_identifier,
+    is_index,
+    may_identify,
+    nearly_all_differ,
+)
 from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels, texts_of
@@ -119,7 +128,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
             f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
             f"{nearest(data.source)}"
         )
-    _there(path)
+    require_source(path)
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
 
 
@@ -131,7 +140,8 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refused.items()))
         counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
-        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}")
+        hint = f"; {found.hint}" if found.hint else ""
+        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
     owners, names = _learner_column(learner, data.source)
     placed = None if rounds is None else _indices(rounds, "round", data.source)
     return Dataset(
@@ -175,11 +185,15 @@ def schema_reads(path: Path) -> Path:
     """
     if path.suffix.lower() not in SCHEMA_READS:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
-    return _there(path)
+    return require_source(path)
 
 
-def _there(path: Path) -> Path:
-    """The file, where there is one."""
+def require_source(path: Path) -> Path:
+    """The file, where there is one.
+
+    Raises:
+        SpecError: there is none.
+    """
     if path.is_dir():
         raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
@@ -278,7 +292,12 @@ def _check_fields(table: RawTable, source: str) -> None:
                 "ignored in a schema"
             )
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    if labels.dtype.kind == "U" and (gaps := are_gaps(np.unique(labels).tolist())):
+    if labels.dtype.kind != "U":
+        return
+    words = np.unique(labels).tolist()
+    if nearly_all_differ(len(words), len(labels)):
+        raise DataError(f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label")
+    if gaps := are_gaps(words):
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
             f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, or a "

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from sottovoce.data import guessing
 from sottovoce.data.cells import Missing, cells_of, normal
 from sottovoce.data.columns import default_label, require_column
+from sottovoce.data.files import column_called
 from sottovoce.data.guessing import ALWAYS, Drafted, Seen
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError, SpecError
@@ -94,12 +95,13 @@ def _dumped(entry: Any) -> str:
     return whole
 
 
-def draft(columns: Mapping[str, Any], label: str | None = None) -> Draft:
+def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:
     """Draft a schema from the columns of public records.
 
     Args:
         columns: by name, one value for each record: as `Encoder.columns` takes them.
         label: the label column; None: `label`, else `y`, else the last one.
+        header: why the names of a file's columns are names, as `RawTable.header`.
 
     Raises:
         SpecError: there is no such label column.
@@ -121,10 +123,11 @@ def draft(columns: Mapping[str, Any], label: str | None = None) -> Draft:
     missing_values = (*ALWAYS, *guessing.gaps(named.values(), ALWAYS))
     seen = {name: Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(guessing.feature(name, each) for name, each in seen.items() if name != label)
-    made = Draft(drafted, guessing.label(label, seen[label]), missing_values)
+    called = {name: column_called(k, name, header) for k, name in enumerate(named)}
+    made = Draft(drafted, guessing.label(label, seen[label], called[label]), missing_values)
     if not made.features:
-        why = "; ".join(f"{each.name}: {each.why}" for each in made.ignored)
-        raise DataError(f"there must be a column to learn from beside the label {label!r}, and there is none ({why})")
+        why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)
+        raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")
     try:
         Schema.model_validate(made.document)
     except ValidationError as error:

@@ -25,6 +25,8 @@ PLACEMENT = ("learner", "round")
 """Columns that say who learns a record, and when."""
 UNSURE = "not most of them are numbers, and none stands below again"
 """Why the first line of a `.csv` file may hold names, where nothing better is known: no error quotes it, for it may be a record."""
+_HEAD = 4096
+"""Bytes that a format is known by."""
 DIGITS = "whole numbers beyond 2**53, of which float64 loses digits"
 
 
@@ -134,29 +136,38 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one bare array")
-            return {key: archive[key] for key in archive.files}
+            return {key: value for key in archive.files if isinstance(value := archive[key], np.ndarray)}
     except _BROKEN as error:
         raise DataError(
-            f"{path} must be a NumPy .npz archive without pickled objects, got {_found(path, error)}"
+            f"{path} must be a NumPy .npz archive without pickled objects, got {_npz_found(path, error)}"
         ) from None
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got arrays of more than there is") from None
 
 
-def _found(path: Path, error: Exception) -> str:
-    """What a file is that is no such archive; NumPy's own words may quote bytes of it."""
+def _npz_found(path: Path, error: Exception) -> str:
+    """What a file is that is no such archive: NumPy's own words may quote bytes of it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError:
-        head = b""
-    if found := format_of(head):
+    found = content_of(path)
+    if "NumPy archive" not in found and "zip" not in found:
         return found
-    if "pickle" in str(error) and head.startswith(b"PK"):
-        return "an array of Python objects: write numbers or text"
-    return "an archive that is broken" if head.startswith(b"PK") else "something else"
+    return "arrays of Python objects: write numbers or text" if "pickle" in str(error) else "a broken one: copy it anew"
+
+
+def content_of(path: Path) -> str:
+    """What the content of a file looks like that cannot be read as its name says, with what to do."""
+    with path.open("rb") as file:
+        content = file.read(_HEAD)
+    if not content:
+        return "an empty file"
+    if found := format_of(content):
+        return found
+    try:
+        text = content.decode("utf-8", "ignore" if len(content) == _HEAD else "strict")
+    except UnicodeDecodeError:
+        text = "\0"
+    return "text: its name must end in .csv if it is CSV" if text.isprintable() or "\n" in text and "\0" not in text else "a broken one"
 
 
 _BROKEN = (

@@ -31,6 +31,7 @@ _MOSTLY = 0.8
 _SMALL = 5
 """Records among which nothing follows from all being different."""
 _NEARLY = 0.9
+DIFFER = "nearly all values differ: it names records, or is free text"
 
 _NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
 """What means that there is no value, wherever it stands."""
@@ -142,6 +143,11 @@ def is_identifier(name: str, distinct: int, records: int) -> bool:
     return may_identify(name) and (distinct == records > 1 or distinct > MOST_WORDS)
 
 
+def nearly_all_differ(distinct: int, records: int) -> bool:
+    """Whether so many different words among so many records are no categories."""
+    return records >= _SMALL and distinct > _NEARLY * records
+
+
 def are_gaps(words: Iterable[str]) -> list[str]:
     """Those of some words that mean that there is no value, wherever they stand."""
     missing = Missing.of((*ALWAYS, *_NEVER_WORDS))
@@ -169,23 +175,28 @@ def feature(name: str, seen: Seen) -> Drafted:
     return Drafted(name, field, why)
 
 
-def label(name: str, seen: Seen) -> Drafted:
+def label(name: str, seen: Seen, called: str) -> Drafted:
     """What a column gives to learn.
+
+    Args:
+        name: of the column.
+        seen: its values.
+        called: the column in an error.
 
     Raises:
         DataError: nothing.
     """
     if seen.gaps:
         raise DataError(
-            f"the label {name!r} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
+            f"the label, {called}, must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
         )
     field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
     if field is None or field["type"] == "date":
         raise DataError(
-            f"the label {name!r} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
+            f"the label, {called}, must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
-        raise DataError(f"the label {name!r} must have two values or more in the sample, got one; choose another label")
+        raise DataError(f"the label, {called}, must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
         why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""
@@ -301,8 +312,8 @@ def _words(seen: Seen) -> _Taken:
     words = sorted({str(value) for value in seen.values})
     if max(map(len, words)) > LONGEST:
         return None, f"free text, of more than {LONGEST} characters"
-    if seen.records >= _SMALL and len(words) > _NEARLY * seen.records:
-        return None, "nearly all values differ: it names records, or is free text"
+    if nearly_all_differ(len(words), seen.records):
+        return None, DIFFER
     if len(words) > MOST_WORDS or (len(words) > _FEW_WORDS and 2 * len(words) > seen.records):
         return None, f"{len(words):,} different words in {seen.records:,} records are too many for categories"
     return {"type": "category", "categories": words}, alike(words)

@@ -92,10 +92,11 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, ma
         return float(only in map(str, positive))
     if only in ("0", "1"):
         return float(only)
-    shown = only if many else "one"  # the label of a single record is not quoted
+    need = f"the {loss.kind} loss needs two labels, got"
+    if not many:  # the label of a single record is not quoted
+        raise DataError(f"{need} a single record: name in data.positive what counts as 1")
     raise DataError(
-        f"the {loss.kind} loss needs two labels, got only {shown}: name in data.positive what counts as 1 (if it is another one, "
-        f"{shown} counts as 0)"
+        f"{need} only {only}: name in data.positive what counts as 1 (if it is another one, {only} counts as 0)"
     )
 
 
