@@ -162,7 +162,9 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     held = len(shares.test_labels)
     text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
     told = alike(dataset.class_names)
-    return Begun(spec, text, spent, sum(have), left, [*([unscaled] * bool(unscaled)), *([f"labels {told}"] * bool(told))])
+    return Begun(
+        spec, text, spent, sum(have), left, [*([unscaled] * bool(unscaled)), *([f"labels {told}"] * bool(told))]
+    )
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------

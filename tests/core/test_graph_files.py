@@ -27,7 +27,9 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def edges_of(path: Path, content: str | bytes, names: tuple[str, ...] = NAMES, *, directed: bool = False) -> set[object]:
+def edges_of(
+    path: Path, content: str | bytes, names: tuple[str, ...] = NAMES, *, directed: bool = False
+) -> set[object]:
     return {*read_edges(written(path, content), names, directed=directed)}
 
 
@@ -199,12 +201,18 @@ def test_numbers_are_no_learners_where_names_are_numbers(tmp_path: Path) -> None
         ("<graphml", "must be readable as GraphML.*ParseError"),
         ("<html/>", "must be readable as GraphML.*NetworkXError"),
         ("north east\n", "must be readable as GraphML"),
-        (graphml('<node id="a"/><node id="b"/>', '<edge source="a" target="b"/>'), r"nodes must be learners .*'a', 'b'"),
+        (
+            graphml('<node id="a"/><node id="b"/>', '<edge source="a" target="b"/>'),
+            r"nodes must be learners .*'a', 'b'",
+        ),
         (graphml("", '<edge source="north" target="norht"/>'), "nodes must be learners.*'norht'"),
         (graphml('<node id="1"/><node id="2"/>', '<edge source="1" target="2"/>'), "numbers 0 to 2"),
         (graphml("", '<edge source="north" target="north"/>'), "two different nodes, got 'north'"),
         (graphml("", '<edge source="north" target="east"/>', "directed"), "must be undirected"),
-        (graphml("", '<edge source="north" target="east"/></graph><graph edgedefault="undirected">'), "one graph, got 2"),
+        (
+            graphml("", '<edge source="north" target="east"/></graph><graph edgedefault="undirected">'),
+            "one graph, got 2",
+        ),
     ],
 )
 def test_graphml_of_other_nodes_is_refused(tmp_path: Path, content: str, message: str) -> None:

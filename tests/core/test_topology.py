@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import networkx as nx

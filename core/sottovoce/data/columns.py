@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,14 @@ class _File:
         table: Arrow's; of a `.csv`, with the types that its values suggest.
         names: of the columns.
         header: why these are names, as `RawTable.header`.
-        codes: columns that hold digits, and no numbers.
+        codes: columns of a `.csv` that Arrow took for numbers, and that have digits which are none, as text.
     """
 
     path: Path
     table: Any
     names: list[str]
     header: str | None
-    codes: frozenset[str] = frozenset()
+    codes: Mapping[str, Any] = field(default_factory=dict)
 
     def called(self, name: str) -> str:
         """A column in an error."""
@@ -169,10 +169,12 @@ class _File:
         numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or truth
         if numeric and name not in self.codes and not _loses_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
-        values = _values_of_python(column)
+        values = _values_of_python(self.codes.get(name, column))
         if any(plain_value(value) is OTHER for value in values):
             raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {kind}")
-        return np.array(list(map(str, values)), dtype=np.str_)
+        return np.array(
+            [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
+        )
 
     def _column(self, name: str) -> Any:
         column = self.table.column(name)
@@ -190,7 +192,9 @@ class _File:
             it = "it" if len(wrong) == 1 else "them"
             advice = f"{_DECLARE}, or drop {it}"
             if not all(self._is_declarable(name) for name, _ in wrong):
-                advice = f"drop {it}" + (f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else "")
+                advice = f"drop {it}" + (
+                    f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else ""
+                )
             raise DataError(f"{self.path}: {told}; {advice}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
 
@@ -242,24 +246,23 @@ def _named_table(path: Path, label: str | None) -> _File:
     why = why_names(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
-    return _File(path, table, names, why, _codes(path, table) if is_csv else frozenset())
+    return _File(path, table, names, why, _codes(path, table) if is_csv else {})
 
 
-def _codes(path: Path, table: Any) -> frozenset[str]:
-    """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are."""
+def _codes(path: Path, table: Any) -> dict[str, Any]:
+    """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are: as text."""
     arrow, csv, compute = (
         import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute")
     )
     types = arrow.types
     names = [each.name for each in table.schema if types.is_integer(each.type) or types.is_floating(each.type)]
     if not names:
-        return frozenset()
+        return {}
     as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), include_columns=names)
     text = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_text)
     code = rf"^\s*({CODE})\s*$"
-    return frozenset(
-        name for name in names if compute.any(compute.match_substring_regex(text.column(name), code)).as_py()
-    )
+    columns = {name: text.column(name) for name in names}
+    return {name: own for name, own in columns.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
 
 
 def _names_of(columns: Any, path: Path) -> list[str]:

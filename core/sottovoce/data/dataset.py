@@ -296,7 +296,9 @@ def _check_fields(table: RawTable, source: str) -> None:
         return
     words = np.unique(labels).tolist()
     if nearly_all_differ(len(words), len(labels)):
-        raise DataError(f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label")
+        raise DataError(
+            f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label"
+        )
     if gaps := are_gaps(words):
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(

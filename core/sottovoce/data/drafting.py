@@ -20,7 +20,7 @@ from sottovoce.data.columns import default_label, require_column
 from sottovoce.data.files import column_called
 from sottovoce.data.guessing import ALWAYS, Drafted, Seen
 from sottovoce.data.schema import Schema
-from sottovoce.errors import DataError, SpecError
+from sottovoce.errors import DataError
 from sottovoce.explaining import requirement
 
 _WIDE = 100

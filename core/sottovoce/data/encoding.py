@@ -50,7 +50,9 @@ class Encoded:
     def hint(self) -> str:
         """What to add about words that are nearly categories, in words; empty: there are none."""
         told = [f"{name}: some words differ from {', '.join(map(repr, words))}" for name, words in self.near.items()]
-        return f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
+        return (
+            f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
+        )
 
     @property
     def reasons(self) -> dict[str, int]:

@@ -167,7 +167,11 @@ def content_of(path: Path) -> str:
         text = content.decode("utf-8", "ignore" if len(content) == _HEAD else "strict")
     except UnicodeDecodeError:
         text = "\0"
-    return "text: its name must end in .csv if it is CSV" if text.isprintable() or "\n" in text and "\0" not in text else "a broken one"
+    return (
+        "text: its name must end in .csv if it is CSV"
+        if text.isprintable() or ("\n" in text and "\0" not in text)
+        else "a broken one"
+    )
 
 
 _BROKEN = (
@@ -189,7 +193,9 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
             f"{path}: features must be numbers of the shape (records, features), got {values.dtype} {values.shape}"
         )
     if loses_digits(values):
-        raise DataError(f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64")
+        raise DataError(
+            f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64"
+        )
     return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
 
 

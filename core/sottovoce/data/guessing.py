@@ -41,7 +41,7 @@ _AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
 _INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
-CODE = r"0\d+|\d{16,}"
+CODE = r"0\d+|[+-]?\d{16,}"
 """Digits that are no number: leading zeros, or more of them than float64 holds."""
 _CODE = re.compile(CODE, re.ASCII)
 INDEX, IDENTIFIER = "the index of a pandas table, or a column without a name", "it names records"
@@ -196,7 +196,9 @@ def label(name: str, seen: Seen, called: str) -> Drafted:
             f"the label, {called}, must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
-        raise DataError(f"the label, {called}, must have two values or more in the sample, got one; choose another label")
+        raise DataError(
+            f"the label, {called}, must have two values or more in the sample, got one; choose another label"
+        )
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
         why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""
@@ -239,7 +241,12 @@ def _classes(seen: Seen) -> _Taken | None:
     """A few whole numbers, as categories."""
     numbers = [number_of(value) for value in seen.values]
     few = len(numbers) <= min(_MOST_CLASSES, seen.records / 2)
-    if not few or any(map(_is_code, seen.values)) or _boolean(seen) or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers):
+    if (
+        not few
+        or any(map(_is_code, seen.values))
+        or _boolean(seen)
+        or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers)
+    ):
         return None
     found = sorted({_short(each) for each in numbers if not isinstance(each, Flaw)})
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= LARGEST >= abs(found[-1]) else None

@@ -74,7 +74,11 @@ def alike(texts: Iterable[str]) -> str:
     for text in texts:
         kinds.setdefault(_core(text), []).append(text)
     same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
-    return f"{'; '.join(same[:_SHOWN])} differ by case, blanks or a final dot alone: write them alike if they are one" if same else ""
+    return (
+        f"{'; '.join(same[:_SHOWN])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        if same
+        else ""
+    )
 
 
 def near(text: str, declared: Iterable[str]) -> str | None:

@@ -98,7 +98,9 @@ def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]
             raise SpecError(f"{path}, line {k}: {why}; {_advice(line, index, first=k == min(lines))}")
         ((i, j),) = edges
         if i == j:
-            raise SpecError(f"{path}, line {k}: an edge must join two different learners, got {names[i]!r} twice; remove it")
+            raise SpecError(
+                f"{path}, line {k}: an edge must join two different learners, got {names[i]!r} twice; remove it"
+            )
         found[k] = i, j
     if index is numbered:
         _require_all(path, {i for edge in found.values() for i in edge}, len(names))
@@ -213,7 +215,9 @@ def _networkx_graph(path: Path) -> nx.Graph[str]:
             f"{path}: must be readable as GraphML (.graphml), got {type(error).__name__}: {error}; check the file"
         ) from None
     if many > 1:
-        raise SpecError(f"{path}: a GraphML file must hold one graph, got {many}, and nested ones count; keep one of them")
+        raise SpecError(
+            f"{path}: a GraphML file must hold one graph, got {many}, and nested ones count; keep one of them"
+        )
     return found
 
 
