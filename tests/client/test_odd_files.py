@@ -65,7 +65,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "no record"),
     "blank": ("\n\n", "no record"),
     "header alone": ("a,b,label\n", "at least one record|there must be one"),
-    "no commas": ("".join(f"{CANARY}{k} {NUMBER} 3\n" for k in range(9)), "commas must stand between columns|a field to learn from and a label"),
+    "no commas": ("".join(f"{CANARY}{k} {NUMBER} 3\n" for k in range(9)), "commas must stand|a field to learn from"),
     "one column": (rows("x", lambda k: f"{CANARY}{k}"), "commas must stand|a field to learn from"),
     "libsvm": (f"1 1:{NUMBER} 5:0.5\n0 1:2\n" * 9, "LIBSVM"),
     "libsvm with signs": (f"-1 3:1 11:{NUMBER} # x\n+1 3:2\n" * 9, "LIBSVM"),

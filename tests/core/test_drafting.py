@@ -227,7 +227,7 @@ def test_which_column_is_the_label() -> None:
         ({"": [1], "y": [0]}, r"column 0 \(counted from 0\) has none: name it"),
         ({"a": [1], " a": [1], "y": [0]}, "names that differ"),
         ({"a": [1, 2], "y": [0]}, "equally many"),
-        ({"a": [None] * 2, "id": [1, 2], "y": [0, 1]}, r"none \(a: no record .* a value; id: it names records\)"),
+        ({"a": [None] * 2, "id": [1, 2], "y": [0, 1]}, r"none \('a': no record .* a value; 'id': it names records\)"),
         ({"a\nb": [1.5, 2], "y": [0, 1]}, "1 to 200 printable"),
         ({"round": [1.5, 2], "y": [0, 1]}, "learner and round place a record"),
         ({"a": ["b", "c"], "a=b": [1, 0], "y": [0, 1]}, "two are called 'a=b'"),

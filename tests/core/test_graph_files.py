@@ -123,13 +123,16 @@ def test_any_graph_reads_back_as_the_same_edges(
         nx.write_weighted_edgelist(graph, path)
     else:
         nx.write_edgelist(graph, path, data=form == "data")
+    found, refused = list[tuple[int, int]](), ""
     try:
         found = read_edges(path, names, directed=directed)
-    except SpecError as error:  # names with blanks, of which some begin or end as others do, are the only ones refused
-        assert "several ways" in str(error) and any(" " in name for name in names)
-        return
-    assert len(set(found)) == len(found)
-    assert {*found} == {*edges}
+    except SpecError as error:
+        refused = str(error)
+    if refused:  # names with blanks, of which some begin or end as others do, are the only ones
+        assert "several ways" in refused and any(" " in name for name in names)
+    else:
+        assert len(set(found)) == len(found)
+        assert {*found} == {*edges}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def test_any_graph_reads_back_as_the_same_edges(
         ("north east 0\neast south 1\n", 1, "above 0"),
         ("north east nan\neast south 1\n", 1, "above 0"),
         ("north north\n", 1, "different learners"),
-        ("north east\neast north\neast south\n", 3, "directed to true"),
+        ("north east\neast north\neast south\n", 3, "topology.graph.directed if"),
         ("graph {\n north -- east;\n}\n", 1, "DOT"),
         ("north -> east\n", 1, "DOT"),
         ('[["north", "east"]]\n', 1, "JSON"),
@@ -266,7 +269,9 @@ def test_paths_of_all_graphs_of_a_spec_begin_where_it_lies(tmp_path: Path, monke
 @given(st.one_of(st.binary(max_size=60), st.text(alphabet="north eas,;\n#{}01.\t", max_size=40).map(str.encode)))
 def test_any_bytes_are_read_or_refused_in_words(tmp_path: Path, content: bytes) -> None:
     for name in ("net.txt", "net.graphml"):
+        told = name
         try:
             read_edges(written(tmp_path / name, content), NAMES, directed=False)
         except SottovoceError as error:
-            assert name in str(error)
+            told = str(error)
+        assert name in told

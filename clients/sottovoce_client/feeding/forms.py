@@ -132,8 +132,8 @@ class Csv:
 
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
         at = 0
-        if found := format_of(stretch):
-            raise DataError(f"must begin with a line of column names, and looks like {found}")
+        if other := format_of(stretch):
+            raise DataError(f"must begin with a line of column names, and looks like {other}")
         while (line := _line(stretch, at, whole=whole)) is not None and not stretch[at : line[0]].removeprefix(
             _MARK
         ).strip():

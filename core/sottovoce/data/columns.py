@@ -50,9 +50,9 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         alone = "; commas must stand between columns" if len(file.names) == 1 else ""
         raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
     matrix = file.matrix(features)
-    placed = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
+    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
     own = file.values(label, "; drop these records, or choose another label")
-    return RawTable(matrix, own, tuple(features), *placed, label=label, header=file.header)
+    return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header=file.header)
 
 
 def column_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> tuple[FloatArray, tuple[str, ...]]:
@@ -412,14 +412,14 @@ def _require_csv(path: Path) -> None:
         raise DataError(f"{path} must be a readable .csv file: its first line has NUL bytes, which are no text")
     if header.startswith("#") and "," not in header:
         raise DataError(f"{path} must begin with a line of column names, got a comment (#); remove it")
-    if header.lower().startswith("sep="):
-        raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
     between = re.sub(r'"[^"]*"', "", header)
     for sign, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if sign in between and "," not in between:
             raise DataError(
                 f"{path} must have commas between its columns, and has {name}: save it with commas, and numbers as 1234.5"
             )
+    if header.lower().startswith("sep="):
+        raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
 
 
 _RAGGED = re.compile(r"CSV parse error: (?:Row #(\d+): )?Expected (\d+) columns, got (\d+)")

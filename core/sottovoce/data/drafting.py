@@ -123,7 +123,7 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
     missing_values = (*ALWAYS, *guessing.gaps(named.values(), ALWAYS))
     seen = {name: Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(guessing.feature(name, each) for name, each in seen.items() if name != label)
-    called = {name: column_called(k, name, header) for k, name in enumerate(named)}
+    called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
     made = Draft(drafted, guessing.label(label, seen[label], called[label]), missing_values)
     if not made.features:
         why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)

@@ -133,7 +133,7 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
     try:
         # Opened here: np.load leaves its own handle open when the archive is broken.
         with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
+            archive: Any = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one bare array")
             return {key: value for key in archive.files if isinstance(value := archive[key], np.ndarray)}

@@ -22,7 +22,7 @@ from sottovoce.registry import LARGEST
 MOST_WORDS = 50
 """Different words of a category."""
 _FEW_WORDS, _MOST_CLASSES = 10, 20
-_MOST_BITS = 1024
+_MOST_BITS = 1023
 """Of a whole number that float64 can hold."""
 ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
 """What counts as no value in a schema that says nothing of it."""
@@ -124,7 +124,7 @@ def _is_number(value: Plain | Other) -> bool:
 def _is_code(value: Plain | Other) -> bool:
     """Digits that are no number: a postcode, a card's."""
     if isinstance(value, int) and abs(value) > 2**53:
-        return int(float(value)) != value if value.bit_length() < _MOST_BITS else True
+        return value.bit_length() > _MOST_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
 
 
@@ -188,17 +188,15 @@ def label(name: str, seen: Seen, called: str) -> Drafted:
     """
     if seen.gaps:
         raise DataError(
-            f"the label, {called}, must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
         )
     field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
     if field is None or field["type"] == "date":
         raise DataError(
-            f"the label, {called}, must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
+            f"the label {called} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
-        raise DataError(
-            f"the label, {called}, must have two values or more in the sample, got one; choose another label"
-        )
+        raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
         why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import difflib
+import io
 import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.etree.ElementTree import ParseError, iterparse
+from xml.etree.ElementTree import ParseError
 
 from sottovoce.errors import SpecError
 from sottovoce.network.roster import in_short
@@ -31,6 +32,7 @@ _NUMBER = re.compile(r"0|[1-9]\d*", re.ASCII)
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 _DATA = re.compile(r"(?P<edge>[^{]*\S)\s+(?P<data>\{.*\}|\S+)")
 """An edge with a weight, or with what networkx writes behind it: a dictionary of attributes."""
+_GRAPH, _REMARK = re.compile(rb"<(?:\w+:)?graph[\s/>]"), re.compile(rb"<!--.*?-->", re.DOTALL)
 _LABELS = ("name", "label")
 """Attributes of GraphML nodes that hold a learner's name, where a program gives ids of its own."""
 _SHOWN = 60
@@ -149,7 +151,7 @@ def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[
         i, j = found[alone[0]]
         raise SpecError(
             f"{path}: an undirected graph must have each edge once, or all in both directions, got {names[i]} {names[j]} (line "
-            f"{alone[0]}) in one, and others in both; set topology.graph.directed to true if it is directed, else add or remove some"
+            f"{alone[0]}) in one, and others in both; set topology.graph.directed if it is directed"
         )
 
 
@@ -204,9 +206,8 @@ def _networkx_graph(path: Path) -> nx.Graph[str]:
     import networkx as nx
 
     try:
-        with path.open("rb") as file:
-            many = sum(element.tag.rpartition("}")[2] == "graph" for _, element in iterparse(file))
-        found: nx.Graph[str] = nx.read_graphml(path)
+        content = path.read_bytes()
+        found: nx.Graph[str] = nx.read_graphml(io.BytesIO(content))
     except OSError as error:
         raise SpecError(f"cannot read the graph file {path}: {error.strerror}") from None
     # What networkx lets through on malformed GraphML, beside its own error: missing or mistyped attributes, broken XML.
@@ -214,7 +215,8 @@ def _networkx_graph(path: Path) -> nx.Graph[str]:
         raise SpecError(
             f"{path}: must be readable as GraphML (.graphml), got {type(error).__name__}: {error}; check the file"
         ) from None
-    if many > 1:
+    many = len(_GRAPH.findall(_REMARK.sub(b"", content)))
+    if many > 1:  # of which networkx reads one
         raise SpecError(
             f"{path}: a GraphML file must hold one graph, got {many}, and nested ones count; keep one of them"
         )
@@ -225,10 +227,10 @@ def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[s
     """The learner of each node: by id, or by the attribute that has its name."""
     nodes = [*graph]
     index, numbered = _called(names), _numbered(names)
-    for labels in (nodes, *([graph.nodes[node].get(label) for node in nodes] for label in _LABELS)):
-        if not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
-            continue
+    for labels in (nodes, *([str(graph.nodes[node].get(label, "")) for node in nodes] for label in _LABELS)):
         plain = [unicodedata.normalize("NFC", label).strip() for label in labels]
+        if len(set(plain)) < len(plain):
+            continue
         known = index if index.keys() >= set(plain) else numbered if numbered.keys() == set(plain) else None
         if known is not None:
             return {node: known[label] for node, label in zip(nodes, plain, strict=True)}

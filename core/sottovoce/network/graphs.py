@@ -1,7 +1,7 @@
 """Graphs and sequences of graphs, by the kind that a spec gives. To add one: its class, and a line in `GRAPHS`.
 
-Generators are networkx's, which is imported where it is used: a learner is given the edges. Random graphs of a sequence are drawn here, since every learner draws them alone,
-round by round.
+Generators are networkx's, which is imported where it is used: a learner is given the edges. Random graphs of a sequence are
+drawn here, since every learner draws them alone, round by round.
 """
 
 from __future__ import annotations
