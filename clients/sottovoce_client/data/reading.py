@@ -1,4 +1,4 @@
-"""What a spec makes of its files, for `sottovoce spec check`: how each column is read, what is 1, who gets how many, who hears whom."""
+"""What a spec makes of its files, for `sottovoce spec check`: columns, what is 1, who gets how many, who hears whom."""
 
 from __future__ import annotations
 

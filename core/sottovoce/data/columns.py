@@ -249,13 +249,20 @@ def _named_table(path: Path, label: str | None) -> _File:
     return _File(path, table, names, why, _codes(path, table) if is_csv else {})
 
 
+def _are_whole(column: Any) -> bool:
+    compute = import_extra("pyarrow.compute", "pyarrow", "reading columns")
+    return bool(compute.all(compute.equal(column, compute.floor(column))).as_py())
+
+
 def _codes(path: Path, table: Any) -> dict[str, Any]:
     """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are: as text."""
     arrow, csv, compute = (
         import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute")
     )
     types = arrow.types
-    names = [each.name for each in table.schema if types.is_integer(each.type) or types.is_floating(each.type)]
+    names = [each.name for each in table.schema if types.is_integer(each.type)]
+    floats = (each.name for each in table.schema if types.is_floating(each.type))
+    names += [name for name in floats if _are_whole(table.column(name))]  # more digits than an integer has
     if not names:
         return {}
     as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), include_columns=names)

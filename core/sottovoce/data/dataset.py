@@ -302,8 +302,8 @@ def _check_fields(table: RawTable, source: str) -> None:
     if gaps := are_gaps(words):
         missing = int(np.isin(labels, gaps).sum())
         raise DataError(
-            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, or a "
-            "word for it such as NA or ?): drop these, or choose another label"
+            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            "or a word for it such as NA or ?): drop these, or choose another label"
         )
 
 

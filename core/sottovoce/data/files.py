@@ -24,7 +24,7 @@ READABLE = (".npz", *SCHEMA_READS)
 PLACEMENT = ("learner", "round")
 """Columns that say who learns a record, and when."""
 UNSURE = "not most of them are numbers, and none stands below again"
-"""Why the first line of a `.csv` file may hold names, where nothing better is known: no error quotes it, for it may be a record."""
+"""Why the first line of a `.csv` file may hold names, where nothing better is known. It may be a record: no error quotes it."""
 _HEAD = 4096
 """Bytes that a format is known by."""
 DIGITS = "whole numbers beyond 2**53, of which float64 loses digits"
@@ -136,7 +136,8 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
             archive: Any = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one bare array")
-            return {key: value for key in archive.files if isinstance(value := archive[key], np.ndarray)}
+            members: dict[str, Any] = {key: archive[key] for key in archive.files}
+            return {key: value for key, value in members.items() if isinstance(value, np.ndarray)}
     except _BROKEN as error:
         raise DataError(
             f"{path} must be a NumPy .npz archive without pickled objects, got {_npz_found(path, error)}"
