@@ -377,6 +377,19 @@ def test_a_test_part_that_writes_labels_otherwise_is_told_which_are_near(file: W
     assert "none of its categories" in str(refused.value) and CANARY not in str(refused.value)
 
 
+def test_a_record_in_place_of_a_header_is_not_quoted_though_one_of_its_words_is_a_field(file: Write) -> None:
+    pytest.importorskip("pyarrow")
+    field = {"type": "number", "bounds": [0, 9]}
+    label = {"name": "label", "type": "category", "categories": ["x", "y"]}
+    schema = Schema.model_validate({"features": {"a": field, "b": field}, "label": label})
+    path = file("odd.csv", "".join(f"{CANARY}{k},{NUMBER},{'ab'[k % 2]}\n" for k in range(MANY)))
+    with pytest.raises(
+        DataError, match="one of its 3 is a field of the schema; the fields are 'a', 'b', 'label'"
+    ) as refused:
+        load_dataset(DataSpec(source=str(path), schema=schema), Logistic())
+    assert CANARY not in str(refused.value) and NUMBER not in str(refused.value)
+
+
 # ---- what is fed, and predicted --------------------------------------------------------------------------------------
 
 
