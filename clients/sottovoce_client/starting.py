@@ -15,9 +15,10 @@ import yaml
 
 from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.first_spec import ROUNDS, first_spec
+from sottovoce.data.cells import normal
 from sottovoce.data.columns import default_label, read_cells, require_column, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source, require_source
-from sottovoce.data.files import PLACEMENT, READABLE, RawTable
+from sottovoce.data.files import READABLE, RawTable
 from sottovoce.data.labels import alike, class_named, texts_of
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SpecError
@@ -305,10 +306,10 @@ def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]
     """Names of columns that may be the label, which of them probably is, and why these are names."""
     header = require_names(path, label)
     cells, _, _ = read_cells(path)
-    names = [name for name in cells if name not in PLACEMENT]
+    names = [normal(name) for name in cells]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
-    text = [name for name, column in cells.items() if any(_is_text(cell) for cell in column)]
+    text = [normal(name) for name, column in cells.items() if any(_is_text(cell) for cell in column)]
     if "label" in names or "y" in names or len(text) != 1:
         return names, default_label(names), header
     return names, text[0], header

@@ -292,6 +292,25 @@ def test_marks_ends_of_lines_and_quotes_change_nothing(file: Write, content: byt
     assert table.labels.tolist() == ["x", "y", "x", "y"]
 
 
+def test_names_mean_the_same_with_blanks_around_them(file: Write) -> None:
+    """Else the label of `age, label, dose` would be the dose."""
+    pytest.importorskip("pyarrow")
+    path = file("odd.csv", rows(" age, label, learner,dose ", lambda k: f"{k % 5}.5,{'yn'[k % 2]},{k % 3},{k % 7}"))
+    table = read_source(DataSpec(source=str(path)))
+    assert table.columns == ("age", "dose") and table.label == "label" and table.learner is not None
+    assert read_source(DataSpec(source=str(path), label=" label")).label == "label"
+    infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
+    assert load_schema(drafted).label.name == "label"
+
+
+def test_learners_keep_their_zeros_with_a_schema_too(file: Write) -> None:
+    pytest.importorskip("pyarrow")
+    path = file("odd.csv", rows("learner,a,label", lambda k: f"0{k % 2},{k % 5}.5,{'yn'[k % 2]}"))
+    infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
+    for schema in (None, load_schema(drafted)):
+        assert load_dataset(DataSpec(source=str(path), schema=schema), Logistic()).learner_names == ("00", "01")
+
+
 def test_labels_that_are_codes_stay_text(file: Write) -> None:
     pytest.importorskip("pyarrow")
     table = read_source(DataSpec(source=str(file("odd.csv", of_labels("01", "1")))))

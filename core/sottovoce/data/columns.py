@@ -43,6 +43,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
         SpecError: no such label column; pyarrow is not installed.
     """
+    label = None if label is None else normal(label)
     file = _named_table(path, label)
     label = _label_column(file, label)
     features = [name for name in file.names if name != label and name not in PLACEMENT]
@@ -70,6 +71,7 @@ def column_features(path: Path, wanted: Sequence[str] | None, label: str | None)
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
         SpecError: pyarrow is not installed.
     """
+    label = None if label is None else normal(label)
     file = _named_table(path, label)
     others = {*PLACEMENT, *(LABELS if label is None else (label,))}
     if wanted is None:
@@ -100,7 +102,9 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     names = _names_of(table.schema, path)
     placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
     columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
-    file = _File(path, table, names, None)
+    placing = table.select([*placed.values()])
+    codes = _codes(path, placing) if path.suffix.lower() == ".csv" and not ragged else {}
+    file = _File(path, placing, [*placed.values()], None, codes)
     learner, rounds = (file.values(placed[name], "") if name in placed else None for name in PLACEMENT)
     return columns, learner, rounds
 
@@ -121,7 +125,7 @@ def require_names(path: Path, label: str | None = None) -> str | None:
     if path.suffix.lower() != ".csv":
         return None
     table = _arrow_table(path)
-    return why_names(_names_of(table.schema, path), table.column, label, path)
+    return why_names([*map(normal, _names_of(table.schema, path))], table.column, label, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +243,15 @@ def _named_table(path: Path, label: str | None) -> _File:
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path)
-    names = _names_of(table.schema, path)
+    names = [*map(normal, _names_of(table.schema, path))]
     is_csv = path.suffix.lower() == ".csv"
     if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
         raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}")
     why = why_names(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
-    return _File(path, table, names, why, _codes(path, table) if is_csv else {})
+    codes = {normal(name): text for name, text in _codes(path, table).items()} if is_csv else {}
+    return _File(path, table.rename_columns(names), names, why, codes)
 
 
 def _are_whole(column: Any) -> bool:
