@@ -292,6 +292,15 @@ def test_marks_ends_of_lines_and_quotes_change_nothing(file: Write, content: byt
     assert table.labels.tolist() == ["x", "y", "x", "y"]
 
 
+@pytest.mark.parametrize(
+    "name", ["PAR1", "BZh", "ARROW1", "MATLAB score", "SQLite format", "version", "<id>", "[id]", "{id}"]
+)
+def test_a_column_may_be_called_as_another_format_begins(file: Write, name: str) -> None:
+    pytest.importorskip("pyarrow")
+    path = file("odd.csv", rows(f"{name},label", lambda k: f"{k % 5}.5,{'yn'[k % 2]}"))
+    assert read_source(DataSpec(source=str(path))).columns == (name,)
+
+
 def test_names_mean_the_same_with_blanks_around_them(file: Write) -> None:
     """Else the label of `age, label, dose` would be the dose."""
     pytest.importorskip("pyarrow")
