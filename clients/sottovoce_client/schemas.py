@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.data.columns import read_cells, require_names
+from sottovoce.data.cells import normal
+from sottovoce.data.columns import read_cells, require_column, require_names
 from sottovoce.data.dataset import encode_file, schema_reads
 from sottovoce.data.drafting import Draft, draft
 from sottovoce.data.encoding import Encoded, Encoder
@@ -53,9 +54,13 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    require_names(schema_reads(sample), label)
+    header = require_names(schema_reads(sample), label)
+    columns = read_cells(sample)[0]
+    if label is not None:
+        names = [*map(normal, columns)]
+        require_column(names, normal(label), f"--label must be one of the columns of {sample}", header)
     try:
-        made = draft(read_cells(sample)[0], label)
+        made = draft(columns, label, header)
     except DataError as error:
         told = str(error)
         raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
@@ -198,4 +203,6 @@ def _print_fit(records: Path, found: Encoded, console: Console) -> None:
             table.add_row(count(times), Text(why), count(first[why]))
         console.print(table)
         console.print("Of a record the first reason counts; rows are counted from 0.", style="dim")
+        if found.hint:
+            console.print(Text(found.hint), soft_wrap=True)
     console.print("These are figures of the records themselves: nothing protects them.", style="dim")

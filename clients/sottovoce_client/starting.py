@@ -15,10 +15,11 @@ import yaml
 
 from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.first_spec import ROUNDS, first_spec
-from sottovoce.data.columns import default_label, read_cells, require_names
-from sottovoce.data.dataset import Dataset, load_dataset, read_source
-from sottovoce.data.files import PLACEMENT, READABLE, RawTable
-from sottovoce.data.labels import class_named, texts_of
+from sottovoce.data.cells import normal
+from sottovoce.data.columns import default_label, read_cells, require_column, require_names
+from sottovoce.data.dataset import Dataset, load_dataset, read_source, require_source
+from sottovoce.data.files import READABLE, RawTable
+from sottovoce.data.labels import alike, class_named, texts_of
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
@@ -92,7 +93,7 @@ class Begun:
         text: the commented file.
         epsilon: of the dearest record, by the product's own accounting.
         records: that learners have, all together; and that nobody learns, at most, of each learner.
-        unscaled: why features are not scaled where nobody chose that, and what to do; else empty.
+        notes: on the records: why features are not scaled where nobody chose that, labels that are nearly the same.
     """
 
     spec: RunSpec
@@ -100,7 +101,7 @@ class Begun:
     epsilon: float
     records: int
     left: int
-    unscaled: str
+    notes: Sequence[str]
 
 
 def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
@@ -118,8 +119,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     """
     if wishes.file.suffix.lower() not in READABLE:
         raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {wishes.file}")
-    if not wishes.file.is_file():
-        raise SpecError(f"records must be in a file that exists, got {wishes.file}")
+    require_source(wishes.file)
     asking = _Asking(ask, say)
     data, loss, table = _reading(wishes, asking)
     document: dict[str, Any] = {"name": _name(wishes), "loss": loss, "data": data}
@@ -162,7 +162,10 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     left = max(own - learned for own, learned in zip(have, used, strict=True))
     held = len(shares.test_labels)
     text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
-    return Begun(spec, text, spent, sum(have), left, unscaled)
+    told = alike(dataset.class_names)
+    return Begun(
+        spec, text, spent, sum(have), left, [*([unscaled] * bool(unscaled)), *([f"labels {told}"] * bool(told))]
+    )
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------
@@ -228,13 +231,17 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
         if wishes.task not in (None, task):
             raise SpecError(f"--task must be {task}, for the schema's label is of type {schema.label.type}")
         return data, _loss(wishes, data, classes, 1.0, asking), None
-    label = wishes.label
+    label = default = wishes.label
     if wishes.file.suffix.lower() != ".npz":
-        names, guess = _columns(wishes.file, label)
+        names, guess, header = _columns(wishes.file, label)
+        default = default_label(names)
         asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
+        if label is not None:
+            require_column(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
-    table = read_source(DataSpec(source=str(wishes.file), label=label))
+    usual = wishes.label is None and label == default  # which is no reason to take a first line for names
+    table = read_source(DataSpec(source=str(wishes.file), label=None if usual else label))
     asking.say(f"{plural(len(table.labels), 'record')} of {plural(table.features.shape[1], 'feature')}")
     found = classes_of(table)
     asking.say(
@@ -273,7 +280,7 @@ def _loss(
     if wishes.label_bound is not None:
         raise SpecError("--label-bound must be left out where labels are classes: it bounds those that are numbers")
     if len(classes) < 2:
-        raise SpecError(f"there must be two labels to tell apart, got {_some(classes)} alone")
+        raise SpecError("there must be two labels to tell apart, got one alone; bring records of another class")
     if len(classes) > 2 and wishes.positive is None:
         return {"kind": "softmax", "ridge": 0.001, "feature_bound": 1.0, "classes": len(classes)}
 
@@ -295,17 +302,17 @@ def _as_number(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,15}", text) and str(int(text)) == text else text
 
 
-def _columns(path: Path, label: str | None) -> tuple[list[str], str]:
-    """Names of columns that may be the label, and which of them probably is."""
-    require_names(path, label)
+def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
+    """Names of columns that may be the label, which of them probably is, and why these are names."""
+    header = require_names(path, label)
     cells, _, _ = read_cells(path)
-    names = [name for name in cells if name not in PLACEMENT]
+    names = [normal(name) for name in cells]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
-    text = [name for name, column in cells.items() if any(_is_text(cell) for cell in column)]
+    text = [normal(name) for name, column in cells.items() if any(_is_text(cell) for cell in column)]
     if "label" in names or "y" in names or len(text) != 1:
-        return names, default_label(names)
-    return names, text[0]
+        return names, default_label(names), header
+    return names, text[0], header
 
 
 def _is_text(cell: Any) -> bool:

@@ -122,7 +122,7 @@ class RunBook:
     def _take_in(self, run: Run) -> None:
         """What follows from who takes part when."""
         spec = run.spec
-        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
+        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.names)})
         self.run, self._told = run, spec_to_wire(told)  # once: it may list many edges
         self.digests = Digests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]

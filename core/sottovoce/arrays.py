@@ -31,6 +31,14 @@ def as_floats(values: Any) -> FloatArray:
     return np.ascontiguousarray(values, dtype=np.float64)
 
 
+def loses_digits(values: npt.NDArray[Any]) -> bool:
+    """Whether float64 cannot hold some of these numbers exactly: whole ones beyond 2**53."""
+    if values.dtype.kind not in "iu":
+        return False
+    with np.errstate(invalid="ignore"):  # beyond the range of integers
+        return bool((as_floats(values).astype(values.dtype) != values).any())
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The records that reach a learner in one round.

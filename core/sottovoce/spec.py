@@ -311,17 +311,28 @@ def read_document(path: Path) -> Mapping[Any, Any]:
 
 
 def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
-    """Let a document name the same files from another folder: those of `data.source` and of a graph."""
+    """Let a document name the same files from another folder: those of `data.source` and of graphs."""
     data, topology = document.get("data"), document.get("topology")
-    graph = topology.get("graph") if isinstance(topology, Mapping) else None
     if (
         isinstance(data, Mapping)
         and isinstance(source := data.get("source"), str)
         and Path(source).suffix.lower() in READABLE
     ):
         document["data"] = {**data, "source": _moved(source, begin, end)}
-    if isinstance(topology, Mapping) and isinstance(graph, Mapping) and isinstance(path := graph.get("path"), str):
-        document["topology"] = {**topology, "graph": {**graph, "path": _moved(path, begin, end)}}
+    if isinstance(topology, Mapping):
+        document["topology"] = _with_graphs_moved(topology, begin, end)
+
+
+def _with_graphs_moved(section: Any, begin: Path, end: Path) -> Any:
+    """The section `topology`, or a part of it: one graph, or a sequence of several."""
+    if isinstance(section, list | tuple):
+        return [_with_graphs_moved(part, begin, end) for part in section]
+    if not isinstance(section, Mapping):
+        return section
+    moved = {key: _with_graphs_moved(part, begin, end) for key, part in section.items()}
+    if isinstance(path := section.get("path"), str):
+        moved["path"] = _moved(path, begin, end)
+    return moved
 
 
 def _moved(path: str, begin: Path, end: Path) -> str:

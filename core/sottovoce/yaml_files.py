@@ -114,9 +114,50 @@ def text_of(path: Path, what: str, most: int = LONGEST) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
+        if (found := format_of(raw)) and "UTF" not in found:
+            raise SpecError(f"cannot read {_the(what)} {path}: it must be text in UTF-8, got {found}") from None
         line = raw.count(b"\n", 0, error.start) + 1
-        found = "it is UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else f"line {line} is not"
+        found = found.replace("text in", "it is") or f"line {line} is not"
         raise SpecError(f"cannot read {_the(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8") from None
+
+
+_FORMATS = (
+    (rb"\x1f\x8b", "gzip data: unpack it"),
+    (rb"PK\x03\x04.*(\[Content_Types\]|xl/)", "an Excel workbook: save the sheet as CSV UTF-8"),
+    (rb"PK\x03\x04[^/]*\.npy", "a NumPy archive: its name must end in .npz"),
+    (rb"PK\x03\x04", "a zip archive: unpack it"),
+    (rb"\xd0\xcf\x11\xe0", "an old Excel workbook: save the sheet as CSV UTF-8"),
+    (rb"BZh[1-9]1AY", "bzip2 data: unpack it"),
+    (rb"\xfd7zXZ", "xz data: unpack it"),
+    (rb"\x28\xb5\x2f\xfd", "zstd data: unpack it"),
+    (rb"PAR1[\x00-\x08\x0e-\x1f\x80-\xff]", "a Parquet file: its name must end in .parquet"),
+    (rb"ARROW1\x00", "an Arrow (Feather) file: write it as .parquet"),
+    (rb"\x93NUMPY", "one NumPy array (.npy): write X and y with numpy.savez"),
+    (rb"\x89HDF", "HDF5: write it as .parquet or .npz"),
+    (rb"MATLAB \d\.\d MAT-file", "a MATLAB file: write it as .csv"),
+    (rb"SQLite format 3\x00", "an SQLite database: write the table as .csv"),
+    (rb"\x80[\x02-\x05]", "pickled Python objects: write them as .npz, .csv or .parquet"),
+    (rb"version https://git-lfs", "a Git LFS pointer in place of the file: run git lfs pull"),
+    (rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff", "text in UTF-32"),
+    (rb"\xff\xfe|\xfe\xff|(\x00[^\x00]){4}|([^\x00]\x00){4}", "text in UTF-16"),
+    (rb"(?i)\s*<(!doctype )?html", "a web page: fetch the file itself"),
+    (rb"\s*<(\?xml|!|\w[^,\n]*\n)", "XML"),
+    (rb"(?i)(\s*%.*\n)*\s*@relation\b", "ARFF (Weka): write it as .csv"),
+    (rb"\s*(\{\s*[\"}]|\[\s*[\[{\"\d-])", "JSON: write it as .csv or .parquet"),
+    (
+        rb"[ \t]*[+-]?\d[\d.eE+-]*([ \t]+\d+:[+-]?[\d.][\d.eE+-]*)+[ \t]*(#.*)?\r?(\n|$)",
+        "LIBSVM (label index:value ...): write it as .npz or .csv (scikit-learn's load_svmlight_file reads it)",
+    ),
+)
+"""How the content of a file begins that has another format than its name says; and what it is, with what to do."""
+
+
+def format_of(content: bytes) -> str:
+    """Name the format that a file's content looks like, with what to do about it; empty if it is not known."""
+    head = content[:4096].removeprefix(b"\xef\xbb\xbf")
+    # A zip archive lists its members at the end, where an Excel workbook names its sheets.
+    tail = content[-4096:] if head.startswith(b"PK") else b""
+    return next((name for begin, name in _FORMATS if re.match(begin, head + tail, re.DOTALL if tail else 0)), "")
 
 
 def _the(what: str) -> str:

@@ -260,7 +260,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
     [
         ({"positive": ("ill",)}, "--positive must name labels that occur, sick, well, got 'ill'"),
         ({"positive": ("sick", "well")}, "not all"),
-        ({"label": "zip"}, "--label must be one of outcome, age, stay, weight, got 'zip'"),
+        ({"label": "zip"}, "--label must be one of the columns, got 'zip' \\('outcome', 'age', 'stay', 'weight'\\)"),
         ({"learners": "0"}, "--learners must be how many"),
         ({"learners": "1000"}, "at most one for each of 240 records"),
         ({"epsilon": float("nan")}, "--epsilon must be a number above 0"),

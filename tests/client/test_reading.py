@@ -56,6 +56,14 @@ def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
     assert "2 learners, 2 features: fine" in text
 
 
+def test_a_check_shows_who_hears_whom_by_a_file(folder: Path) -> None:
+    (folder / "net.txt").write_text("learner-1 learner-0\n", encoding="utf-8")
+    write(folder)
+    with (folder / "spec.yaml").open("a", encoding="utf-8") as file:
+        file.write("topology: {graph: {kind: file, path: net.txt}}\n")
+    assert "graph: 1 edge: learner-0 and learner-1\n" in check(folder)
+
+
 @pytest.mark.parametrize(("times", "more"), [(2, ""), (100, ", scale: standard"), (100, "")])
 def test_rows_that_a_loss_cuts_to_almost_nothing_are_told(folder: Path, times: int, more: str) -> None:
     rows = [line.split(",") for line in RECORDS.splitlines()[1:]]

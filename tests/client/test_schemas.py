@@ -130,7 +130,7 @@ def test_a_file_that_is_there_is_left_as_it_is(folder: Path) -> None:
         (b",age,outcome\n0,1,home\n1,2,died\n", "column 0 .* has none: name it or drop it"),
         (b"age,outcome\n1,home\n2,\n", "'outcome' must have a value in every record, and is missing in 1 of 2"),
         (b"age,outcome\n1,home\n2,home\n", "'outcome' must have two values"),
-        (b"id,outcome\n1,home\n2,died\n", "id: it names records"),
+        (b"id,outcome\n1,home\n2,died\n", "'id': it names records"),
     ],
     ids=range(10),
 )

@@ -49,7 +49,7 @@ WRONG = [
     ("init text.txt", "FILE must be a .npz, .csv, .parquet file of records, got text.txt"),
     ("init nothing.csv", "nothing.csv must be a readable .csv file: it has no record"),
     ("init no-header.csv", "no-header.csv must begin with a line of column names"),
-    ("init wards.csv --label colour", "--label must be one of age, dose, outcome, got 'colour'"),
+    ("init wards.csv --label colour", "--label must be one of the columns, got 'colour' ('age', 'dose', 'outcome')"),
     ("init wards.csv --label outcome --positive ill", "--positive must name labels that occur, sick, well, got 'ill'"),
     ("init wards.csv --label outcome --epsilon -1", "--epsilon must be a number above 0, got '-1.0'"),
     ("init wards.csv --label outcome --learners 0", "--learners must be how many"),

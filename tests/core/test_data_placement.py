@@ -339,7 +339,7 @@ def test_learner_names_of_the_file_are_those_of_the_run() -> None:
         (
             {"learner": column(0, 0, 1), "learner_names": ("a", "mars")},
             DataError,
-            "row 2 .*must be one of a, b, got 'mars'",
+            "row 2 .*must be one of a, b, got another name",
         ),
         ({"learner": column(0, 0, 0)}, SpecError, r"b \(index 1\) gets none: give each rows in the column 'learner'"),
     ],

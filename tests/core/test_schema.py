@@ -721,7 +721,7 @@ def test_what_python_has_no_value_for_fits_no_field(tmp_path: Path) -> None:
     assert column({"type": "category", "categories": ["a"]}, cells["w"])[1] == {0: "none of its categories"}
     assert column(TENS, cells["t"])[1] == dict.fromkeys(range(2), "not a number")
     assert column({**TENS, "beyond": "clip"}, cells["n"])[0] == [[1.0], [0.0]]
-    with pytest.raises(DataError, match=r"'x' must hold numbers or text, got type timestamp\[us\]"):
+    with pytest.raises(DataError, match=r"'x' must be numeric, got type timestamp\[us\]"):
         read_columns(path, "n")
 
 

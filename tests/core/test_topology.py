@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -39,13 +38,6 @@ def topology(graph: Any, n: int, weights: Any = "metropolis") -> FixedNetwork:
 
 def constant(value: float) -> dict[str, Any]:
     return {"kind": "constant", "value": value}
-
-
-def as_file(path: Path, text: str | None = None) -> dict[str, Any]:
-    """A graph spec for `path`, written first if there is a text."""
-    if text is not None:
-        path.write_text(text, encoding="utf-8")
-    return {"kind": "file", "path": path}
 
 
 def laplacian(coupling: Any) -> FloatArray:
@@ -285,65 +277,6 @@ def test_weights_of_each_rule(weights: Any, expected: list[float]) -> None:
     """Learner 0 has degree 3, learner 1 degree 1, learners 2 and 3 degree 2."""
     built = topology({"kind": "edges", "edges": [(0, 1), (0, 2), (0, 3), (2, 3)]}, 4, weights)
     assert [built.at(0).neighbours[edge] for edge in [(0, 1), (0, 2), (2, 3)]] == pytest.approx(expected)
-
-
-# ---- graph files -----------------------------------------------------------------------------------------------------
-
-
-def test_an_edge_list_with_integer_names_is_sorted_numerically(tmp_path: Path) -> None:
-    graph = as_file(tmp_path / "net.txt", "# a path\n10 9\n9 100\n")
-    assert topology(graph, 3).edges == ((0, 1), (0, 2))
-
-
-def test_an_edge_list_with_other_names_is_sorted_as_text(tmp_path: Path) -> None:
-    graph = as_file(tmp_path / "net.txt", "n10 n9\nn9 n100\n")
-    assert topology(graph, 3).edges == ((0, 2), (1, 2))
-
-
-def test_weights_in_an_edge_list_are_ignored(tmp_path: Path) -> None:
-    graph = as_file(tmp_path / "net.edges", "a b 0.9\nb c 0.7\n")
-    assert topology(graph, 3, constant(0.2)).at(0).heard_by(1) == {0: 0.2, 2: 0.2}
-
-
-def test_weights_in_graphml_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "net.graphml"
-    weighted: nx.Graph[str] = nx.Graph()
-    weighted.add_edge("10", "9", weight=0.9)
-    weighted.add_edge("9", "100", weight=0.7)
-    nx.write_graphml(weighted, path)
-    built = topology(as_file(path), 3, constant(0.2))
-    assert built.edges == ((0, 1), (0, 2))
-    assert built.at(0).heard_by(0) == {1: 0.2, 2: 0.2}
-
-
-def test_directed_graphml_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "net.graphml"
-    nx.write_graphml(nx.DiGraph([("a", "b")]), path)
-    with pytest.raises(SpecError, match="must be undirected"):
-        topology(as_file(path), 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("absent.txt", None, "absent.txt: must be readable.*FileNotFoundError"),
-        ("absent.graphml", None, "absent.graphml: must be readable.*FileNotFoundError"),
-        ("broken.graphml", "<graphml", "must be readable.*ParseError"),
-        ("other.graphml", "<html/>", "must be readable.*NetworkXError"),
-        ("short.txt", "a b\n", r"one node per learner \(3\), got 2 nodes"),
-        ("loop.txt", "a b\nb c\nc c\n", r"two different nodes, got \(c, c\)"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        topology(as_file(tmp_path / name, text), 3)
-
-
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "net.txt"
-    path.write_bytes(b"\xff\xfe \xff\n")
-    with pytest.raises(SpecError, match=r"must be readable.*UnicodeDecodeError"):
-        topology(as_file(path), 3)
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------

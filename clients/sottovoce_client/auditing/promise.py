@@ -60,7 +60,7 @@ def _beside(captures: Sequence[Capture], place: Folder | None) -> list[Path]:
 def _has_network(spec: RunSpec) -> bool:
     """Whether a graph that a spec names as a file can be read here."""
     try:
-        spec.topology.without_files(spec.n_learners)
+        spec.topology.without_files(spec.names)
     except SpecError:
         return False
     return True

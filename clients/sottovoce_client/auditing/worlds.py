@@ -42,7 +42,7 @@ def as_audited(spec: RunSpec, capture: Way = "relay") -> RunSpec:
             "capture": capture,
             "privacy": type(spec.privacy)(),
             "telemetry": type(spec.telemetry)(),
-            "topology": spec.topology.without_files(spec.n_learners),
+            "topology": spec.topology.without_files(spec.names),
         }
     )
 

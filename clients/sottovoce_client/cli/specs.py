@@ -21,6 +21,7 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     from sottovoce.data.folders import data_folders
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
+    from sottovoce_client.data.reading import graph_lines
     from sottovoce_client.wording import plural
 
     prepared = prepared_from(load_spec(spec), live=True)
@@ -44,6 +45,8 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
 
         for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
             typer.echo(plain(line))
+    for line in graph_lines(prepared.run.spec):
+        typer.echo(plain(line))
     but = f", but for {plural(len(warnings), 'warning')} above" if warnings else ""
     typer.echo(f"{spec}: {plural(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
     run, data = prepared.run, prepared.data

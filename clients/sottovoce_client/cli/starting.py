@@ -67,6 +67,7 @@ def init(
 
     Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
     """
+    from sottovoce.plain import plain
     from sottovoce_client.documents import new_file, require_new
     from sottovoce_client.starting import Wishes, begin, next_commands
     from sottovoce_client.terminal import print_json
@@ -118,8 +119,8 @@ def init(
         typer.echo(
             f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)"
         )
-    if begun.unscaled:
-        typer.echo(f"note: {begun.unscaled}")
+    for note in begun.notes:
+        typer.echo(plain(f"note: {note}"))
     typer.echo("next:")
     for command in next_commands(str(path)):
         typer.echo(f"  {command}")

@@ -17,6 +17,7 @@ from sottovoce.data.dataset import read_source
 from sottovoce.data.files import RawTable
 from sottovoce.data.folders import find
 from sottovoce.data.known import KNOWN, KnownSource
+from sottovoce.data.labels import alike
 from sottovoce.data.source import DataSpec
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import facts_of
@@ -210,6 +211,8 @@ def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str
         ]
         more = f"; … {len(shown) - _MOST_ROWS:,} more" if len(shown) > _MOST_ROWS + 4 else ""
         yield _classes(len(classes)), "; ".join(shown[: _MOST_ROWS if more else None]) + more
+    if classes is not None and (told := alike(name for name, _ in classes)):
+        yield "note", f"labels {told}"
     if table.learner is not None:
         known_learners = np.unique(table.learner)
         yield "learners", f"{len(known_learners):,} in the column learner, which says whose a record is"

@@ -1,4 +1,4 @@
-"""What a spec makes of its records, for `sottovoce spec check`: how each column is read, what is 1, who gets how many."""
+"""What a spec makes of its files, for `sottovoce spec check`: columns, what is 1, who gets how many, who hears whom."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _SHOWN = 5
 """Records."""
 _COLUMNS, _CLASSES = 12, 12
 """That are shown of them, and of the labels."""
+_EDGES = 12
+"""Of a graph that are shown."""
 _LONG = 10
 """Times as long as a loss leaves them: of such rows the largest features are all that is left."""
 
@@ -53,6 +55,20 @@ def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:
             f"more than half of the records are over {_LONG} times as long as loss.feature_bound, {number(limit)}, and are cut "
             f"to it, so their largest features hide all others: scale them ({how}), or declare a schema with bounds",
         )
+
+
+def graph_lines(spec: RunSpec) -> Iterator[str]:
+    """The edges of graphs that are read from files: who is meant by their nodes."""
+    if not spec.topology.file:
+        return
+    section = spec.topology.without_files(spec.names).model_dump(mode="json")
+    graphs = [section["graph"]] if section["graph"] else section["sequence"]["graphs"]
+    for graph in graphs:
+        if graph["kind"] == "edges":
+            between = " to " if graph["directed"] else " and "
+            told = [between.join(spec.names[i] for i in edge) for edge in graph["edges"]]
+            more = ", ..." if len(told) > _EDGES else ""
+            yield f"graph: {plural(len(told), 'edge')}: {', '.join(told[:_EDGES])}{more}"
 
 
 def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:

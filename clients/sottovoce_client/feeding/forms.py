@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError
+from sottovoce.yaml_files import format_of
 from sottovoce_client.feeding.fields import NOT_UTF8
 from sottovoce_client.feeding.source import Misfit
 
@@ -90,6 +91,10 @@ class JsonLines:
         return self
 
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
+        if not (stretch or whole):
+            return None
+        if (found := format_of(stretch)) and "JSON" not in found:
+            raise DataError(f"must have a JSON object on each line, and looks like {found}")
         return 0
 
     def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
@@ -127,6 +132,8 @@ class Csv:
 
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
         at = 0
+        if other := format_of(stretch):
+            raise DataError(f"must begin with a line of column names, and looks like {other}")
         while (line := _line(stretch, at, whole=whole)) is not None and not stretch[at : line[0]].removeprefix(
             _MARK
         ).strip():

@@ -114,7 +114,7 @@ async def run_on(
     async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
-            told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
+            told = spec.model_copy(update={"topology": spec.topology.without_files(spec.names)})
             request = coordinator_pb2.StartRunRequest(
                 spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.data.cells import OTHER, normal
-from sottovoce.data.files import PLACEMENT, AnyArray, RawTable, import_extra
+from sottovoce.arrays import FloatArray, as_floats, loses_digits
+from sottovoce.data.cells import OTHER, normal, plain_value
+from sottovoce.data.files import DIGITS, PLACEMENT, UNSURE, AnyArray, RawTable, column_called, content_of, import_extra
 from sottovoce.data.first_line import LABELS, why_names
+from sottovoce.data.guessing import CODE, CODES, INDEX, is_index
 from sottovoce.data.header import listed
 from sottovoce.errors import DataError, SpecError
+from sottovoce.yaml_files import format_of
 
+_TOLD = 12
+"""Columns of which an error says what is wrong."""
 _DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
+_MORE = 2**16
+"""Bytes after the first line of a `.csv` file that may tell that it is another format."""
 _LONGEST_LINE = 2**24
 """Bytes of a header line that are looked at."""
 OTHER_WIDTH = "not as many values as the header"
@@ -35,20 +43,17 @@ def read_columns(path: Path, label: str | None) -> RawTable:
         DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
         SpecError: no such label column; pyarrow is not installed.
     """
-    table, names, header = _named_table(path, label)
-    label = _label_column(names, label, path)
-    features = [name for name in names if name != label and name not in PLACEMENT]
+    label = None if label is None else normal(label)
+    file = _named_table(path, label)
+    label = _label_column(file, label)
+    features = [name for name in file.names if name != label and name not in PLACEMENT]
     if not features:
-        raise DataError(f"{path} must have a feature column beside {label!r}, got the columns {names}")
-    columns = {name: _values(table, name, path) for name in names}
-    if odd := [name for name in features if columns[name].dtype.kind != "f"]:
-        told = " and ".join(
-            f"column {name!r} must be numeric, got type {table.schema.field(name).type}" for name in odd[:12]
-        )
-        raise DataError(f"{path}: {told}; {_DECLARE}, or drop {'it' if len(odd) == 1 else 'them'}")
-    matrix = np.column_stack([columns[name] for name in features])
-    placed = columns.get("learner"), columns.get("round")
-    return RawTable(as_floats(matrix), columns[label], tuple(features), *placed, label=label, header=header)
+        alone = "; commas must stand between columns" if len(file.names) == 1 else ""
+        raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
+    matrix = file.matrix(features)
+    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
+    own = file.values(label, "; drop these records, or choose another label")
+    return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header=file.header)
 
 
 def column_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> tuple[FloatArray, tuple[str, ...]]:
@@ -66,16 +71,16 @@ def column_features(path: Path, wanted: Sequence[str] | None, label: str | None)
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
         SpecError: pyarrow is not installed.
     """
-    table, names, _ = _named_table(path, label)
+    label = None if label is None else normal(label)
+    file = _named_table(path, label)
     others = {*PLACEMENT, *(LABELS if label is None else (label,))}
     if wanted is None:
-        wanted = [name for name in names if name not in others]
-    if lacking := [name for name in wanted if name not in names]:
+        wanted = [name for name in file.names if name not in others]
+    if lacking := [name for name in wanted if name not in file.names]:
         raise DataError(f"{path} must have a column for every feature of the run, and has none for {listed(lacking)}")
-    columns = {name: _values(table, name, path) for name in wanted}
-    if odd := [name for name, column in columns.items() if column.dtype.kind != "f"]:
-        raise DataError(f"{path}: column {odd[0]!r} must be numeric, got type {table.schema.field(odd[0]).type}")
-    return as_floats(np.column_stack([*columns.values()])), tuple(columns)
+    if not wanted:
+        raise DataError(f"{path} must have a feature column, got none")
+    return file.matrix(wanted), tuple(wanted)
 
 
 def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
@@ -97,41 +102,182 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     names = _names_of(table.schema, path)
     placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
     columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
-    learner, rounds = (_values(table, placed[name], path) if name in placed else None for name in PLACEMENT)
+    placing = table.select([*placed.values()])
+    codes = _codes(path, placing) if path.suffix.lower() == ".csv" and not ragged else {}
+    file = _File(path, placing, [*placed.values()], None, codes)
+    learner, rounds = (file.values(placed[name], "") if name in placed else None for name in PLACEMENT)
     return columns, learner, rounds
 
 
-def require_names(path: Path, label: str | None = None) -> None:
+def require_names(path: Path, label: str | None = None) -> str | None:
     """Refuse a `.csv` file whose first line is a record.
 
     Args:
         path: the file; its suffix tells the format.
         label: the label column, where somebody has said it.
 
+    Returns:
+        Why the first line is taken for names, as `RawTable.header`.
+
     Raises:
         DataError, SpecError: as `read_columns`.
     """
-    if path.suffix.lower() == ".csv":
-        table = _arrow_table(path)
-        why_names(_names_of(table.schema, path), table.column, label, path)
+    if path.suffix.lower() != ".csv":
+        return None
+    table = _arrow_table(path)
+    return why_names([*map(normal, _names_of(table.schema, path))], table.column, label, path)
 
 
-def _named_table(path: Path, label: str | None) -> tuple[Any, list[str], str | None]:
-    """A file's records, one at least, the names of its columns, and why these are names where it is not plain.
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file's records.
+
+    Attributes:
+        path: of the file.
+        table: Arrow's; of a `.csv`, with the types that its values suggest.
+        names: of the columns.
+        header: why these are names, as `RawTable.header`.
+        codes: columns of a `.csv` that Arrow took for numbers, and that have digits which are none, as text.
+    """
+
+    path: Path
+    table: Any
+    names: list[str]
+    header: str | None
+    codes: Mapping[str, Any] = field(default_factory=dict)
+
+    def called(self, name: str) -> str:
+        """A column in an error."""
+        return column_called(self.names.index(name), name, self.header)
+
+    def values(self, name: str, advice: str) -> AnyArray:
+        """A column as float64 where it holds numbers, else as text.
+
+        Args:
+            name: of the column.
+            advice: what to do about an empty cell.
+
+        Raises:
+            DataError: it has an empty cell, or values that are neither.
+        """
+        types = import_extra("pyarrow", "pyarrow", "reading columns").types
+        column = self._column(name)
+        kind = column.type
+        if column.null_count:
+            row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+            raise DataError(
+                f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
+                f"for one (nan, NA, null){advice}"
+            )
+        truth = types.is_boolean(kind) and normal(name) not in PLACEMENT
+        numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or truth
+        if numeric and name not in self.codes and not _loses_digits(column):
+            return as_floats(column.cast("float64", safe=False).to_numpy())
+        values = _values_of_python(self.codes.get(name, column))
+        if any(plain_value(value) is OTHER for value in values):
+            raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {kind}")
+        return np.array(
+            [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
+        )
+
+    def _column(self, name: str) -> Any:
+        column = self.table.column(name)
+        types = import_extra("pyarrow", "pyarrow", "reading columns").types
+        return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
+
+    def matrix(self, features: Sequence[str]) -> FloatArray:
+        """The columns that are learned from, `(records, features)`.
+
+        Raises:
+            DataError: some are no features, or hold something else than numbers.
+        """
+        if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
+            told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
+            it = "it" if len(wrong) == 1 else "them"
+            advice = f"{_DECLARE}, or drop {it}"
+            if not all(self._is_declarable(name) for name, _ in wrong):
+                advice = f"drop {it}" + (
+                    f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else ""
+                )
+            raise DataError(f"{self.path}: {told}; {advice}")
+        return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
+
+    def _no_feature(self, name: str) -> str:
+        """Why a column is nothing to learn from; empty: it is something."""
+        if is_index(name):
+            return f"must be a field of the records, and is {INDEX}"
+        types = import_extra("pyarrow", "pyarrow", "reading columns").types
+        kind = self._column(name).type
+        if name in self.codes:
+            return f"must be numeric, got {CODES}"
+        if types.is_decimal(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            return f"must be numeric, got {DIGITS}" if _loses_digits(self._column(name)) else ""
+        return "" if types.is_null(kind) else f"must be numeric, got type {kind}"
+
+    def _is_declarable(self, name: str) -> bool:
+        """Whether a schema can have a field for a column."""
+        if is_index(name):
+            return False
+        types = import_extra("pyarrow", "pyarrow", "reading columns").types
+        kind = self._column(name).type
+        odd = (types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+        return not any(each(kind) for each in (*odd, types.is_time, types.is_duration, types.is_interval))
+
+
+def _loses_digits(column: Any) -> bool:
+    """Whether float64 cannot hold some of a column's whole numbers."""
+    types = import_extra("pyarrow", "pyarrow", "reading columns").types
+    if types.is_integer(column.type):
+        return loses_digits(column.drop_null().to_numpy())
+    if not types.is_decimal(column.type):
+        return False
+    whole = (value for value in column.to_pylist() if value is not None and abs(value) > 2**53)
+    return any(value == value.to_integral_value() and int(float(value)) != value for value in whole)
+
+
+def _named_table(path: Path, label: str | None) -> _File:
+    """A file's records, one at least.
 
     Raises:
         DataError: unreadable, without names or without records.
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path)
-    names = _names_of(table.schema, path, compared=str)
-    why = why_names(names, table.column, label, path) if path.suffix.lower() == ".csv" else None
+    names = [*map(normal, _names_of(table.schema, path))]
+    is_csv = path.suffix.lower() == ".csv"
+    if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
+        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}")
+    why = why_names(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
-    return table, names, why
+    codes = {normal(name): text for name, text in _codes(path, table).items()} if is_csv else {}
+    return _File(path, table.rename_columns(names), names, why, codes)
 
 
-def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal) -> list[str]:
+def _are_whole(column: Any) -> bool:
+    compute = import_extra("pyarrow.compute", "pyarrow", "reading columns")
+    return bool(compute.all(compute.equal(column, compute.floor(column))).as_py())
+
+
+def _codes(path: Path, table: Any) -> dict[str, Any]:
+    """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are: as text."""
+    arrow, csv, compute = (
+        import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute")
+    )
+    types = arrow.types
+    names = [each.name for each in table.schema if types.is_integer(each.type)]
+    floats = (each.name for each in table.schema if types.is_floating(each.type))
+    names += [name for name in floats if _are_whole(table.column(name))]  # more digits than an integer has
+    if not names:
+        return {}
+    as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), include_columns=names)
+    text = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_text)
+    code = rf"^\s*({CODE})\s*$"
+    columns = {name: text.column(name) for name in names}
+    return {name: own for name, own in columns.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
+
+
+def _names_of(columns: Any, path: Path) -> list[str]:
     """The names of an Arrow schema's columns; no error quotes them, for a file without a header line has a record in their place.
 
     Raises:
@@ -143,7 +289,7 @@ def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal)
         raise DataError(f"{path} must be a readable {path.suffix} file: {_AS_UTF_8}") from None
     known = dict[str, int]()
     for k, name in enumerate(names):
-        if (first := known.setdefault(compared(name), k)) != k:
+        if (first := known.setdefault(normal(name), k)) != k:
             raise DataError(
                 f"{path}: column names must differ, and columns {first} and {k} (counted from 0) have the same; is its first "
                 "line a header?"
@@ -189,10 +335,20 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
             return _csv_table(path, as_text=as_text, ragged=ragged)
         # One file, not a data set: a folder named a=b on the way to it must not become a column.
         return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
+    except MemoryError:
+        raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
-        raise DataError(f"{path} must be a readable {path.suffix} file: {error.strerror or 'it is broken'}") from None
+        why = error.strerror or _instead(path)
+        raise DataError(f"{path} must be a readable {path.suffix} file: {why}") from None
     except arrow.ArrowException as error:  # its text may quote a row: what comes after the last colon
         raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
+
+
+def _instead(path: Path) -> str:
+    """What a file is that cannot be read as its name says."""
+    found = content_of(path)
+    own = path.suffix.lower() == ".csv" if found.startswith("text:") else found.startswith("a Parquet")
+    return "it is broken: copy it anew" if own else f"it is {found}"
 
 
 def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
@@ -245,6 +401,7 @@ def _passing_over(note: Callable[[Any], None]) -> Any:
 
 
 _AS_UTF_8 = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"
+_LATIN = ", and may be Latin-1 or Windows-1252"
 
 
 def _require_csv(path: Path) -> None:
@@ -255,16 +412,26 @@ def _require_csv(path: Path) -> None:
     """
     with path.open("rb") as file:
         line = file.readline(_LONGEST_LINE)
+        found = format_of(line + file.read(_MORE))
+    if found:
+        advice = f": {_AS_UTF_8}" if found.startswith("text in") else ""
+        raise DataError(f"{path} must be a .csv file, and looks like {found}{advice}")
     try:
         header = line.decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}") from None
+        raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}") from None
+    if "\0" in header:
+        raise DataError(f"{path} must be a readable .csv file: its first line has NUL bytes, which are no text")
+    if header.startswith("#") and "," not in header:
+        raise DataError(f"{path} must begin with a line of column names, got a comment (#); remove it")
     between = re.sub(r'"[^"]*"', "", header)
-    for sign, name in ((";", "semicolons"), ("\t", "tabs")):
+    for sign, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if sign in between and "," not in between:
             raise DataError(
                 f"{path} must have commas between its columns, and has {name}: save it with commas, and numbers as 1234.5"
             )
+    if header.lower().startswith("sep="):
+        raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
 
 
 _RAGGED = re.compile(r"CSV parse error: (?:Row #(\d+): )?Expected (\d+) columns, got (\d+)")
@@ -275,9 +442,9 @@ def _unquoted(path: Path, text: str) -> str:
     if "Empty CSV file" in text:
         return "it has no record"
     if "invalid UTF8" in text:
-        return _AS_UTF_8
+        return f"{_AS_UTF_8}{_LATIN}"
     if (ragged := _RAGGED.match(text)) is None:
-        return "it is broken"
+        return _instead(path)
     row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
     where = f" in row {int(row) - 2} (counted from 0)" if row else ""  # Arrow's row 1 is the header
     return f"each row must have {wanted} columns, as the first one has, got {got}{where}"
@@ -298,31 +465,31 @@ def default_label(names: list[str]) -> str:
     return next((name for name in LABELS if name in names), names[-1])
 
 
-def _label_column(names: list[str], label: str | None, path: Path) -> str:
+def _label_column(file: _File, label: str | None) -> str:
     """The label column that was asked for, or the default one."""
-    candidates = [name for name in names if name not in PLACEMENT]
-    if label is None and candidates:
+    candidates = [name for name in file.names if name not in PLACEMENT]
+    if not candidates:
+        raise SpecError(f"data.label must name a column of {file.path}, and it has learner and round alone")
+    if label is None:
         return default_label(candidates)
-    if label not in candidates:
-        raise SpecError(f"data.label must name a column of {path}, one of {candidates}, got {label!r}")
+    require_column(candidates, label, f"data.label must name a column of {file.path}", file.header)
     return label
 
 
-def _values(table: Any, name: str, path: Path) -> AnyArray:
-    """One column: float64 where it is numeric, else text."""
-    types = import_extra("pyarrow", "pyarrow", "reading columns").types
-    column = table.column(name)
-    kind = column.type
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        advice = "" if normal(name) in PLACEMENT else f"; or {_DECLARE}"
-        raise DataError(
-            f"{path}: row {row} (counted from 0), column {name!r} must hold a value, got an empty cell, or a word "
-            f"for one (nan, NA, null){advice}"
-        )
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
-        return as_floats(column.cast("float64", safe=False).to_numpy())
-    values = _values_of_python(column)
-    if OTHER in values:
-        raise DataError(f"{path}: column {name!r} must hold numbers or text, got type {kind}")
-    return np.array(list(map(str, values)), dtype=np.str_)
+def require_column(names: Sequence[str], label: str, must: str, header: str | None = None) -> None:
+    """Refuse a label that is no column.
+
+    Args:
+        names: of the columns.
+        label: that was asked for.
+        must: what it must do.
+        header: why the names are names, as `RawTable.header`; where they may be a record, only one that is near is quoted.
+
+    Raises:
+        SpecError: it is none of them.
+    """
+    if label in names:
+        return
+    near = difflib.get_close_matches(label, names, 1)
+    known = f" ({listed(names)})" if header != UNSURE else f"; did you mean {near[0]!r}?" if near else ""
+    raise SpecError(f"{must}, got {label!r}{known}")

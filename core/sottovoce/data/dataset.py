@@ -9,12 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.arrays import FloatArray, IntArray, as_floats, loses_digits
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import OTHER_WIDTH, read_cells, read_columns
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, import_extra, read_npz
 from sottovoce.data.folders import VARIABLE, find
+from sottovoce.data.guessing import (
+    DIFFER,
+    IDENTIFIER,
+    INDEX,
+    are_gaps,
+    is_identifier,
+    is_index,
+    may_identify,
+    nearly_all_differ,
+)
 from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels, texts_of
@@ -23,6 +33,7 @@ from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
+from sottovoce.registry import LARGEST
 
 
 class Labelled(NamedTuple):
@@ -117,7 +128,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
             f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
             f"{nearest(data.source)}"
         )
-    _there(path)
+    require_source(path)
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
 
 
@@ -129,7 +140,8 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refused.items()))
         counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
-        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}")
+        hint = f"; {found.hint}" if found.hint else ""
+        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
     owners, names = _learner_column(learner, data.source)
     placed = None if rounds is None else _indices(rounds, "round", data.source)
     return Dataset(
@@ -173,11 +185,17 @@ def schema_reads(path: Path) -> Path:
     """
     if path.suffix.lower() not in SCHEMA_READS:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
-    return _there(path)
+    return require_source(path)
 
 
-def _there(path: Path) -> Path:
-    """The file, where there is one."""
+def require_source(path: Path) -> Path:
+    """The file, where there is one.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if path.is_dir():
+        raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
         raise SpecError(f"records must be in a file that exists, got {path} (looked for at {path.absolute()})")
     return path
@@ -204,7 +222,7 @@ def _plain(table: RawTable, source: str) -> RawTable:
     def plain(labels: AnyArray) -> AnyArray:
         if labels.dtype.kind not in "biufUS":
             raise DataError(f"{source}: labels must be numbers or text, got {labels.dtype}")
-        return labels.astype(np.str_) if labels.dtype.kind in "US" else as_floats(labels)
+        return labels.astype(np.str_) if labels.dtype.kind in "US" or loses_digits(labels) else as_floats(labels)
 
     test = None if table.test is None else (table.test[0], plain(table.test[1]))
     return replace(table, labels=plain(table.labels), test=test)
@@ -219,7 +237,8 @@ def _check(table: RawTable, source: str) -> None:
         raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")
     for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
         _check_length(name, values, len(table.features), source)
-    _check_finite(table.features, table.labels, table.columns, source)
+    _check_finite(table, table.features, table.labels, source)
+    _check_fields(table, source)
     if table.test is not None:
         features, labels = table.test
         if features.shape[1] != table.features.shape[1]:
@@ -232,7 +251,7 @@ def _check(table: RawTable, source: str) -> None:
                 f"{source}: labels must be all numbers or all text, got {table.labels.dtype}, {labels.dtype}"
             )
         _check_length("test labels", labels, len(features), source)
-        _check_finite(features, labels, table.columns, f"{source}, test part")
+        _check_finite(table, features, labels, f"{source}, test part")
 
 
 def _check_length(name: str, values: AnyArray | None, records: int, source: str) -> None:
@@ -241,15 +260,51 @@ def _check_length(name: str, values: AnyArray | None, records: int, source: str)
         raise DataError(f"{source}: {name} must have the shape ({records},), one for each record, got {values.shape}")
 
 
-def _check_finite(features: FloatArray, labels: AnyArray, columns: tuple[str, ...] | None, source: str) -> None:
-    """Names the first number that is not finite."""
-    if not np.isfinite(features).all():
-        row, column = (int(index) for index in np.argwhere(~np.isfinite(features))[0])
-        where = f"{source}: row {row} (counted from 0), column {column if columns is None else repr(columns[column])}"
-        raise DataError(f"{where} must be a finite number, got {features[row, column]}")
-    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
-        row = int(np.flatnonzero(~np.isfinite(labels))[0])
-        raise DataError(f"{source}: row {row} (counted from 0), label column must be finite, got {labels[row]}")
+def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, source: str) -> None:
+    """Names the first number that is not finite, or so large that its square is not."""
+    odd = ~(np.abs(features) <= LARGEST)  # not-a-number is odd, too
+    if odd.any():
+        row, column = (int(index) for index in np.argwhere(odd)[0])
+        where = f"{source}: row {row} (counted from 0), {table.called(column)}"
+        raise DataError(f"{where} {_finite(features[row, column])}")
+    if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= LARGEST)).any():
+        row = int(np.flatnonzero(odd)[0])
+        raise DataError(f"{source}: row {row} (counted from 0), label column {_finite(labels[row])}")
+
+
+def _finite(number: float) -> str:
+    """What a number must be, and what it is: a finite one is not quoted."""
+    if np.isfinite(number):
+        return f"must be between -{LARGEST:g} and {LARGEST:g}, got a larger number: rescale the column, or drop it"
+    return f"must be a finite number, got {number}"
+
+
+def _check_fields(table: RawTable, source: str) -> None:
+    """No column is an index or names records, and every label is one: as `schema infer` sees it."""
+    for k, name in enumerate(table.columns or ()):
+        values = table.features[:, k]
+        why = INDEX if is_index(name) else ""
+        if may_identify(name) and (values == np.floor(values)).all():
+            why = IDENTIFIER if is_identifier(name, len(np.unique(values)), len(values)) else why
+        if why:
+            raise DataError(
+                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
+                "ignored in a schema"
+            )
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    if labels.dtype.kind != "U":
+        return
+    words = np.unique(labels).tolist()
+    if nearly_all_differ(len(words), len(labels)):
+        raise DataError(
+            f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label"
+        )
+    if gaps := are_gaps(words):
+        missing = int(np.isin(labels, gaps).sum())
+        raise DataError(
+            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            "or a word for it such as NA or ?): drop these, or choose another label"
+        )
 
 
 def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:

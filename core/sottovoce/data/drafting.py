@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from sottovoce.data import guessing
 from sottovoce.data.cells import Missing, cells_of, normal
-from sottovoce.data.columns import default_label
-from sottovoce.data.guessing import Drafted, Seen
+from sottovoce.data.columns import default_label, require_column
+from sottovoce.data.files import column_called
+from sottovoce.data.guessing import ALWAYS, Drafted, Seen
 from sottovoce.data.schema import Schema
-from sottovoce.errors import DataError, SpecError
+from sottovoce.errors import DataError
 from sottovoce.explaining import requirement
 
-_MISSING: tuple[str, ...] = Schema.model_fields["missing_values"].default
 _WIDE = 100
 """Characters of a line."""
 _HEAD = """\
@@ -75,7 +75,7 @@ class Draft:
         if self.ignored:
             parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored)]
         parts.append(_commented(self.label.why, {"label": document["label"]}))
-        if self.missing_values != _MISSING:
+        if self.missing_values != ALWAYS:
             parts.append(_dumped({"missing_values": document["missing_values"]}))
         return "".join(parts)
 
@@ -95,12 +95,13 @@ def _dumped(entry: Any) -> str:
     return whole
 
 
-def draft(columns: Mapping[str, Any], label: str | None = None) -> Draft:
+def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:
     """Draft a schema from the columns of public records.
 
     Args:
         columns: by name, one value for each record: as `Encoder.columns` takes them.
         label: the label column; None: `label`, else `y`, else the last one.
+        header: why the names of a file's columns are names, as `RawTable.header`.
 
     Raises:
         SpecError: there is no such label column.
@@ -113,17 +114,20 @@ def draft(columns: Mapping[str, Any], label: str | None = None) -> Draft:
         raise DataError("a schema is drafted from records: there must be one, with a field to learn from and a label")
     if "" in named:
         at = [*named].index("")
-        raise DataError(f"every column must have a name, and column {at} (counted from 0) has none: name it or drop it")
+        raise DataError(
+            f"every column must have a name, and column {at} (counted from 0) has none: name it or drop it (pandas "
+            "writes the index of a table so)"
+        )
     label = default_label([*named]) if label is None else normal(label)
-    if label not in named:
-        raise SpecError(f"the label must be one of the columns {', '.join(named)}, got {label!r}")
-    missing_values = (*_MISSING, *guessing.gaps(named.values(), _MISSING))
+    require_column([*named], label, "the label must be one of the columns")
+    missing_values = (*ALWAYS, *guessing.gaps(named.values(), ALWAYS))
     seen = {name: Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(guessing.feature(name, each) for name, each in seen.items() if name != label)
-    made = Draft(drafted, guessing.label(label, seen[label]), missing_values)
+    called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
+    made = Draft(drafted, guessing.label(label, seen[label], called[label]), missing_values)
     if not made.features:
-        why = "; ".join(f"{each.name}: {each.why}" for each in made.ignored)
-        raise DataError(f"there must be a column to learn from beside the label {label!r}, and there is none ({why})")
+        why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)
+        raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")
     try:
         Schema.model_validate(made.document)
     except ValidationError as error:

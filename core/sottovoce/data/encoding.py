@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
 from sottovoce.data.fields import Label
-from sottovoce.data.labels import class_labels, class_named
+from sottovoce.data.labels import class_labels, class_named, near
 from sottovoce.data.schema import Schema
+from sottovoce.data.typed import CategoryType, Typed
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
 
@@ -34,6 +35,8 @@ class Encoded:
         classes: `(fitting,)` class of each record, in the schema's order; None: the label is a number, or was not asked for.
         fits: `(records,)`: which records those are.
         refused: why the others do not fit, by their place among all; a field's name and a reason, in words.
+        near: declared categories, by field, that words of refused records differ from by case, blanks or a final dot alone. It
+            tells of records, and is for their owner.
     """
 
     features: FloatArray
@@ -41,6 +44,15 @@ class Encoded:
     classes: IntArray | None
     fits: BoolArray
     refused: Mapping[int, str]
+    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def hint(self) -> str:
+        """What to add about words that are nearly categories, in words; empty: there are none."""
+        told = [f"{name}: some words differ from {', '.join(map(repr, words))}" for name, words in self.near.items()]
+        return (
+            f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
+        )
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -151,17 +163,19 @@ class Encoder:
     def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
         schema, n = self.schema, len(odd)
         nothing: Cells = [None] * n
-        features, at = np.zeros((n, schema.width)), 0
+        features, at, nearly = np.zeros((n, schema.width)), 0, dict[str, Sequence[str]]()
         refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
         for name, feature in schema.features.items():
             end = at + len(feature.names(name))
             flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, at:end])
             _refuse(refused, name, flaws)
+            nearly |= _near(name, feature, cells.get(name, nothing), flaws)
             at = end
         told = np.zeros(n)
         if labelled:
             told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
             _refuse(refused, schema.label.name, flaws)
+            nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
         fits = np.ones(n, dtype=bool)
         fits[list(refused)] = False
         labels = told[fits] if labelled else np.empty(0)
@@ -169,13 +183,22 @@ class Encoder:
         if labelled and self.values is not None:
             classes = labels.astype(np.int64)
             labels = np.asarray(self.values)[classes]
-        return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())))
+        return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
 
 
 def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
     """The class that a word or a number means, read as a label's value is, or as a word; itself where it means none."""
     (place,), (flaw,) = label.read([told], Missing())
     return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
+
+
+def _near(name: str, of: Typed, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+    """The categories of a field that some of its words nearly are."""
+    if not isinstance(of, CategoryType):
+        return {}
+    odd = {cells[row] for row in np.flatnonzero(flaws == Flaw.NO_CATEGORY.value) if isinstance(cells[row], str)}
+    found = {nearly for each in odd if (nearly := near(each, of.words)) is not None}
+    return {name: sorted(found)} if found else {}
 
 
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.arrays import FloatArray, as_floats, loses_digits
 from sottovoce.errors import DataError, SpecError
+from sottovoce.yaml_files import format_of
 
 AnyArray = npt.NDArray[Any]
 SCHEMA_READS = (".csv", ".parquet")
@@ -21,6 +23,11 @@ READABLE = (".npz", *SCHEMA_READS)
 """Suffixes of files of records."""
 PLACEMENT = ("learner", "round")
 """Columns that say who learns a record, and when."""
+UNSURE = "not most of them are numbers, and none stands below again"
+"""Why the first line of a `.csv` file may hold names, where nothing better is known. It may be a record: no error quotes it."""
+_HEAD = 4096
+"""Bytes that a format is known by."""
+DIGITS = "whole numbers beyond 2**53, of which float64 loses digits"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +53,21 @@ class RawTable:
     test: tuple[FloatArray, AnyArray] | None = None
     label: str | None = None
     header: str | None = None
+
+    def called(self, column: int) -> str:
+        """A feature column in an error: by its place, where it has no name or that may be a value of a record."""
+        return column_called(column, None if self.columns is None else self.columns[column], self.header)
+
+
+def column_called(place: int, name: str | None, header: str | None) -> str:
+    """A column in an error.
+
+    Args:
+        place: of the column, from 0.
+        name: its name, where it has one.
+        header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
+    """
+    return f"column {place} (counted from 0)" if name is None or header == UNSURE else f"column {name!r}"
 
 
 def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
@@ -111,12 +133,53 @@ def _load_arrays(path: Path) -> dict[str, AnyArray]:
     try:
         # Opened here: np.load leaves its own handle open when the archive is broken.
         with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
+            archive: Any = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one bare array")
-            return {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} must be a NumPy .npz archive without pickled objects: {error}") from None
+            members: dict[str, Any] = {key: archive[key] for key in archive.files}
+            return {key: value for key, value in members.items() if isinstance(value, np.ndarray)}
+    except _BROKEN as error:
+        raise DataError(
+            f"{path} must be a NumPy .npz archive without pickled objects, got {_npz_found(path, error)}"
+        ) from None
+    except MemoryError:
+        raise DataError(f"{path} must fit into memory, got arrays of more than there is") from None
+
+
+def _npz_found(path: Path, error: Exception) -> str:
+    """What a file is that is no such archive: NumPy's own words may quote bytes of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    found = content_of(path)
+    if "NumPy archive" not in found and "zip" not in found:
+        return found
+    return "arrays of Python objects: write numbers or text" if "pickle" in str(error) else "a broken one: copy it anew"
+
+
+def content_of(path: Path) -> str:
+    """What the content of a file looks like that cannot be read as its name says, with what to do."""
+    with path.open("rb") as file:
+        content = file.read(_HEAD)
+    if not content:
+        return "an empty file"
+    if found := format_of(content):
+        return found
+    try:
+        text = content.decode("utf-8", "ignore" if len(content) == _HEAD else "strict")
+    except UnicodeDecodeError:
+        text = "\0"
+    return (
+        "text: its name must end in .csv if it is CSV"
+        if text.isprintable() or ("\n" in text and "\0" not in text)
+        else "a broken one"
+    )
+
+
+_BROKEN = (
+    OSError, ValueError, EOFError, KeyError, TypeError, SyntaxError, OverflowError, NotImplementedError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What NumPy and zipfile raise of an archive that is torn, encrypted, packed as they do not know, or none."""
 
 
 def _first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
@@ -129,6 +192,10 @@ def _flat(values: AnyArray, path: Path) -> FloatArray:
     if values.dtype.kind not in "biuf" or values.ndim < 2:
         raise DataError(
             f"{path}: features must be numbers of the shape (records, features), got {values.dtype} {values.shape}"
+        )
+    if loses_digits(values):
+        raise DataError(
+            f"{path}: features must be numbers, got {DIGITS}: drop identifiers, or write the others as float64"
         )
     return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sottovoce.data.files import PLACEMENT, import_extra
+from sottovoce.data.files import PLACEMENT, UNSURE, import_extra
 from sottovoce.errors import DataError
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -48,7 +48,7 @@ def why_names(names: Sequence[str], column: Callable[[int], Any], label: str | N
         return "they count up by one"
     if 2 * len(numbers) > len(names):
         raise _no_names(path, f"{len(numbers)} of the {len(names)} in its first line are numbers")
-    return "not most of them are numbers, and none stands below again"
+    return UNSURE
 
 
 def _no_names(path: Path, why: str) -> DataError:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data.cells import Cells, Flaw, Missing, Other, Plain, day_of, number_of, plain_value
+from sottovoce.data.cells import Cells, Flaw, Missing, Other, Plain, day_of, normal, number_of, plain_value
+from sottovoce.data.labels import alike
+from sottovoce.data.schema import Schema
 from sottovoce.data.typed import LONGEST, BooleanType
 from sottovoce.errors import DataError
 from sottovoce.registry import LARGEST
@@ -20,20 +22,30 @@ from sottovoce.registry import LARGEST
 MOST_WORDS = 50
 """Different words of a category."""
 _FEW_WORDS, _MOST_CLASSES = 10, 20
+_MOST_BITS = 1023
+"""Of a whole number that float64 can hold."""
+ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
+"""What counts as no value in a schema that says nothing of it."""
 _MOSTLY = 0.8
 """Share of a column from which on the others are taken for mistakes."""
 _SMALL = 5
 """Records among which nothing follows from all being different."""
 _NEARLY = 0.9
+DIFFER = "nearly all values differ: it names records, or is free text"
 
-_NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null"})
+_NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
 """What means that there is no value, wherever it stands."""
 _AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 """What does so where all others are numbers or dates, and may be a word elsewhere."""
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
-_CODE = re.compile(r"0\d+|\d{16,}", re.ASCII)
+_INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
+CODE = r"0\d+|[+-]?\d{16,}"
+"""Digits that are no number: leading zeros, or more of them than float64 holds."""
+_CODE = re.compile(CODE, re.ASCII)
+INDEX, IDENTIFIER = "the index of a pandas table, or a column without a name", "it names records"
+CODES = "digits that are codes: with leading zeros, or 16 digits and more"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
 _Field = Mapping[str, Any]
@@ -111,7 +123,35 @@ def _is_number(value: Plain | Other) -> bool:
 
 def _is_code(value: Plain | Other) -> bool:
     """Digits that are no number: a postcode, a card's."""
+    if isinstance(value, int) and abs(value) > 2**53:
+        return value.bit_length() > _MOST_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
+
+
+def is_index(name: str) -> bool:
+    """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
+    return _INDEX.fullmatch(normal(name)) is not None
+
+
+def may_identify(name: str) -> bool:
+    """Whether a column is called like an identifier."""
+    return _IDENTIFIER.fullmatch(normal(name)) is not None
+
+
+def is_identifier(name: str, distinct: int, records: int) -> bool:
+    """Whether whole numbers or words name records, by the column's name and how many of them differ."""
+    return may_identify(name) and (distinct == records > 1 or distinct > MOST_WORDS)
+
+
+def nearly_all_differ(distinct: int, records: int) -> bool:
+    """Whether so many different words among so many records are no categories."""
+    return records >= _SMALL and distinct > _NEARLY * records
+
+
+def are_gaps(words: Iterable[str]) -> list[str]:
+    """Those of some words that mean that there is no value, wherever they stand."""
+    missing = Missing.of((*ALWAYS, *_NEVER_WORDS))
+    return [word for word in words if missing.has(normal(word))]
 
 
 def _is_date(value: Plain | Other) -> bool:
@@ -128,32 +168,38 @@ def feature(name: str, seen: Seen) -> Drafted:
     """What a column gives to learn from, if anything."""
     if not seen.values:
         return Drafted(name, None, "no record of the sample has a value")
-    field, why = _by_name(name, seen) or _taken(seen)
+    field, why = (None, INDEX) if is_index(name) else _by_name(name, seen) or _taken(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
         why = f"{why}; {_missing(seen)}" if why else _missing(seen)
     return Drafted(name, field, why)
 
 
-def label(name: str, seen: Seen) -> Drafted:
+def label(name: str, seen: Seen, called: str) -> Drafted:
     """What a column gives to learn.
+
+    Args:
+        name: of the column.
+        seen: its values.
+        called: the column in an error.
 
     Raises:
         DataError: nothing.
     """
     if seen.gaps:
         raise DataError(
-            f"the label {name!r} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
+            f"the label {called} must have a value in every record, and is {_missing(seen)}: drop these, or choose another label"
         )
     field, why = _by_name(name, seen) or _classes(seen) or _taken(seen)
     if field is None or field["type"] == "date":
         raise DataError(
-            f"the label {name!r} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
+            f"the label {called} must be a number, true or false, or one of a few words, and is not: {why}; choose another label"
         )
     if len(field.get("categories", ("", ""))) < 2:
-        raise DataError(f"the label {name!r} must have two values or more in the sample, got one; choose another label")
+        raise DataError(f"the label {called} must have two values or more in the sample, got one; choose another label")
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
+        why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""
     return Drafted(name, field, why)
 
 
@@ -163,10 +209,10 @@ def _missing(seen: Seen) -> str:
 
 def _by_name(name: str, seen: Seen) -> _Taken | None:
     """Of a column that is called an identifier: a few codes, or whatever names records."""
-    if not _IDENTIFIER.fullmatch(name) or not all(map(_is_whole, seen.values)):
+    if not may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
-    if len(seen.values) == seen.records > 1 or len(seen.values) > MOST_WORDS:
-        return None, "it names records"
+    if is_identifier(name, len(seen.values), seen.records):
+        return None, IDENTIFIER
     return _classes(seen) or _words(seen)
 
 
@@ -193,7 +239,12 @@ def _classes(seen: Seen) -> _Taken | None:
     """A few whole numbers, as categories."""
     numbers = [number_of(value) for value in seen.values]
     few = len(numbers) <= min(_MOST_CLASSES, seen.records / 2)
-    if not few or _boolean(seen) or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers):
+    if (
+        not few
+        or any(map(_is_code, seen.values))
+        or _boolean(seen)
+        or not all(not isinstance(each, Flaw) and each.is_integer() for each in numbers)
+    ):
         return None
     found = sorted({_short(each) for each in numbers if not isinstance(each, Flaw)})
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= LARGEST >= abs(found[-1]) else None
@@ -266,11 +317,11 @@ def _words(seen: Seen) -> _Taken:
     words = sorted({str(value) for value in seen.values})
     if max(map(len, words)) > LONGEST:
         return None, f"free text, of more than {LONGEST} characters"
-    if seen.records >= _SMALL and len(words) > _NEARLY * seen.records:
-        return None, "nearly all values differ: it names records, or is free text"
+    if nearly_all_differ(len(words), seen.records):
+        return None, DIFFER
     if len(words) > MOST_WORDS or (len(words) > _FEW_WORDS and 2 * len(words) > seen.records):
         return None, f"{len(words):,} different words in {seen.records:,} records are too many for categories"
-    return {"type": "category", "categories": words}, ""
+    return {"type": "category", "categories": words}, alike(words)
 
 
 def _is_short_code(value: Plain | Other) -> bool:

@@ -11,7 +11,7 @@ _SHOWN = 12
 def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str) -> str:
     """Why the columns of a table are not those of records; empty: they are.
 
-    What stands there is named only where some of it is known: else it may be a record, and no header.
+    What stands there is named only where half of the fields are among it: else it may be a record, and no header.
 
     Args:
         there: names of columns, as they are compared.
@@ -20,11 +20,12 @@ def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collecti
         odd: what to do with one that may not.
     """
     lacking = [field for field, found in wanted.items() if not found]
-    if wanted and len(lacking) == len(wanted):
+    if 2 * len(lacking) > len(wanted):
         fields = f"the fields are {listed([*wanted])}"
-        return (
-            f"must begin with a line of column names, and none of its {len(there)} is a field of the schema; {fields}"
-        )
+        found = len(wanted) - len(lacking)
+        many = f"{found} of its {len(there)} are fields" if found > 1 else f"one of its {len(there)} is a field"
+        many = many if found else f"none of its {len(there)} is a field"
+        return f"must begin with a line of column names, and {many} of the schema; {fields}"
     told = []
     if lacking:
         told.append(f"must have a column for every field of the schema, and has none for {listed(lacking)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.data.cells import normal
 from sottovoce.data.files import AnyArray
 from sottovoce.data.typed import truth_of
 from sottovoce.errors import DataError, SpecError
@@ -43,16 +44,49 @@ def map_labels(
     classes = classes.astype(np.int64)
     if loss.n_classes is None:
         if labels.dtype.kind != "f":
-            raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(texts_of(distinct))}")
+            raise DataError(
+                f"labels of the {loss.kind} loss must be numbers, got text{_told(labels, distinct)}; choose another label or a "
+                "loss of classes"
+            )
         return as_floats(labels), classes
     if loss.binary and len(distinct) < 2:
         only = texts_of(distinct)[0]
         known = meant or positive is not None or only in ("0", "1")
-        return np.full(len(labels), _of_one(only, loss, positive) if known else 0.0), classes
-    return class_labels(texts_of(distinct), loss, positive, "that occur")[classes], classes
+        return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
+    few = _told(labels, distinct)
+    return class_labels(texts_of(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
 
 
-def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None) -> float:
+def _told(labels: AnyArray, distinct: AnyArray) -> str:
+    """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
+    few = len(distinct) <= _SHOWN and 2 * len(distinct) <= len(labels)
+    return f": {_listed(texts_of(distinct))}" if few else ""
+
+
+def _core(text: str) -> str:
+    """A label without what is easily written differently: case, blanks, a final dot."""
+    return " ".join(normal(text).rstrip(". ").split()).casefold()
+
+
+def alike(texts: Iterable[str]) -> str:
+    """Labels that differ by case, blanks or a final dot alone, in words; empty: none do."""
+    kinds: dict[str, list[str]] = {}
+    for text in texts:
+        kinds.setdefault(_core(text), []).append(text)
+    same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
+    return (
+        f"{'; '.join(same[:_SHOWN])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        if same
+        else ""
+    )
+
+
+def near(text: str, declared: Iterable[str]) -> str | None:
+    """The declared label that a word differs from by case, blanks or a final dot alone; None: there is none."""
+    return next((each for each in declared if _core(each) == _core(text)), None)
+
+
+def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
     """What the label of all records counts as, where they have one only: as `positive` says, or it is 0 or 1 itself.
 
     Raises:
@@ -62,9 +96,11 @@ def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None) -> fl
         return float(only in map(str, positive))
     if only in ("0", "1"):
         return float(only)
+    need = f"the {loss.kind} loss needs two labels, got"
+    if not many:  # the label of a single record is not quoted
+        raise DataError(f"{need} a single record: name in data.positive what counts as 1")
     raise DataError(
-        f"the {loss.kind} loss needs two labels, got only {only}: name in data.positive what counts as 1 (if it is another one, "
-        f"{only} counts as 0)"
+        f"{need} only {only}: name in data.positive what counts as 1 (if it is another one, {only} counts as 0)"
     )
 
 
@@ -87,7 +123,12 @@ def class_named(told: str, texts: Sequence[str]) -> str:
 
 
 def class_labels(
-    classes: Sequence[str], loss: Loss, positive: tuple[int | str, ...] | None, these: str = "that are declared"
+    classes: Sequence[str],
+    loss: Loss,
+    positive: tuple[int | str, ...] | None,
+    these: str = "that are declared",
+    *,
+    shown: bool = True,
 ) -> FloatArray:
     """What each of some classes is in the domain of the loss, `(classes,)`: as `map_labels`, in the order given.
 
@@ -96,19 +137,22 @@ def class_labels(
         loss: the loss of the run, which must have classes.
         positive: labels that count as 1.
         these: which classes, in errors.
+        shown: whether errors may list them.
 
     Raises:
         SpecError: `positive` names another label, or all of them; or there are more than the loss has.
     """
     if loss.binary:
-        return _is_positive(classes, positive, these)
+        return _is_positive(classes, positive, these, shown=shown)
     if len(classes) > (loss.n_classes or 0):
-        found = f"{len(classes)} labels: {_listed(classes)}"
+        found = f"{len(classes)} labels{f': {_listed(classes)}' if shown else ''}"
         raise SpecError(f"loss.classes must be at least the number of labels {these}, got {loss.n_classes} for {found}")
     return np.arange(len(classes), dtype=np.float64)
 
 
-def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, these: str) -> FloatArray:
+def _is_positive(
+    texts: Sequence[str], positive: tuple[int | str, ...] | None, these: str, *, shown: bool
+) -> FloatArray:
     """`(labels,)`: 1.0 where the label counts as 1."""
     if positive is None:
         return as_floats(2 * np.arange(len(texts)) >= len(texts))
@@ -116,9 +160,11 @@ def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, t
     if unknown := sorted(wanted - set(texts)):
         bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
         advice = "; without quotes YAML takes yes, no, on and off for 1 and 0: put quotes around them" if bare else ""
-        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}{advice}")
+        known = f" ({_listed(texts)})" if shown else ""
+        raise SpecError(f"data.positive must name labels {these}{known}, got {_listed(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):
-        raise SpecError(f"data.positive must name some of the labels {_listed(texts)}, not all, got {list(positive)}")
+        known = f"labels {_listed(texts)}" if shown else f"{len(texts)} labels"
+        raise SpecError(f"data.positive must name some of the {known}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])
 
 

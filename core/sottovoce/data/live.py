@@ -14,11 +14,14 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.data.encoding import Encoded, Encoder
+from sottovoce.data.files import DIGITS
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
+from sottovoce.registry import LARGEST
 
 NOT_FINITE, NO_LABEL = "a number that is not finite", "the label: none that the loss knows"
+TOO_LARGE = f"a number beyond {LARGEST:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ class LiveRecords:
         if labelled and given.shape != features.shape[:1]:
             raise DataError(f"labels must be {len(features)}, one for each record, got {given.shape}")
         refused = dict.fromkeys(np.flatnonzero(~np.isfinite(features).all(axis=1)).tolist(), NOT_FINITE)
+        for row in np.flatnonzero((np.abs(features) >= 2**53).any(axis=1)).tolist():
+            exact = records[row].tolist() if isinstance(records[row], np.ndarray) else records[row]
+            if any(isinstance(each, int) and int(float(each)) != each for each in exact):
+                refused.setdefault(row, DIGITS)
+            elif (np.abs(features[row]) > LARGEST).any():
+                refused.setdefault(row, TOO_LARGE)
         if labelled:
             classes = self.loss.n_classes
             known = np.isfinite(given) if classes is None else np.isin(given, np.arange(classes))

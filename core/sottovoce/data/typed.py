@@ -82,6 +82,8 @@ def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | fl
         raise ValueError(f"must be texts of 1 to {LONGEST} characters")
     if len({each if isinstance(each, str) else float(each) for each in made}) < len(made):
         raise ValueError("must differ in more than blanks, Unicode's forms, or how a number is written")
+    if any(abs(each) >= 2**53 for each in made if not isinstance(each, str)):
+        raise ValueError("numbers must be below 2**53, beyond which they lose digits: put quotes around codes")
     return made
 
 

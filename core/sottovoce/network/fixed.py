@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed
-from sottovoce.network.graphs import Edge
+from sottovoce.network.graph_files import Edge
 from sottovoce.network.mixing import ROUNDING, Mixing
 from sottovoce.network.network import Network, reached
 

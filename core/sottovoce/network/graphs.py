@@ -1,28 +1,24 @@
 """Graphs and sequences of graphs, by the kind that a spec gives. To add one: its class, and a line in `GRAPHS`.
 
-Generators and file formats are networkx's; random graphs of a sequence are drawn here, since every learner draws them alone,
-round by round.
+Generators are networkx's, which is imported where it is used: a learner is given the edges. Random graphs of a sequence are
+drawn here, since every learner draws them alone, round by round.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
-from xml.etree.ElementTree import ParseError
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
+from sottovoce.network.graph_files import Edge, read_edges
+from sottovoce.network.roster import names_of
 from sottovoce.registry import Registry, Section
-
-if TYPE_CHECKING:
-    import networkx as nx  # slow to import, and a learner is given the edges: so it is imported where it is used
-
-Edge = tuple[int, int]
 
 
 class Graph(Section, ABC):
@@ -50,6 +46,17 @@ class Graph(Section, ABC):
         Raises:
             SpecError: the graph is not one of n learners, or its file cannot be used.
         """
+
+    def read(self, names: Sequence[str]) -> Graph:
+        """The same graph without its file.
+
+        Args:
+            names: of the learners, by index; a file may name its nodes so.
+
+        Raises:
+            SpecError: its file cannot be used.
+        """
+        return self
 
     def adjacency(self, n: int) -> FloatArray:
         """The 0/1 matrix, `(n, n)`: 1 where learner i (row) hears learner j. An edge given twice is one edge.
@@ -237,11 +244,10 @@ class Edges(Graph):
 
 
 class GraphFile(Graph):
-    """A file: GraphML (`.graphml`), or an edge list of two whitespace-separated node names a line.
+    """A file: GraphML (`.graphml`), or a list of edges, two learners a line with a blank between them.
 
-    `directed`: the first node of an edge, its source, tells the second one. Nodes, sorted, are learners 0..n-1: as integers
-    if all are integers, else as text (`n10` before `n2`). Only who is joined to whom is read: the file's edge attributes,
-    `weight` among them, are ignored, since weights come from the spec's rule.
+    Its nodes are the learners' names, or all of the numbers 0..n-1. `directed`: the first node of an edge, its source, tells
+    the second one. Only who is joined to whom is read: weights come from the spec's rule.
     """
 
     kind: Literal["file"] = "file"
@@ -254,49 +260,11 @@ class GraphFile(Graph):
     def one_way(self) -> bool:
         return self.directed
 
+    def read(self, names: Sequence[str]) -> Edges:
+        return Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
+
     def pairs(self, n: int) -> list[Edge]:
-        path, graph = self.path, self._read()
-        if len(graph) != n:
-            raise SpecError(
-                f"{path}: the graph must have one node per learner ({n}), got {len(graph)} nodes; "
-                "change the file or the number of learners"
-            )
-        if graph.is_directed() and not self.directed:
-            raise SpecError(
-                f"{path}: the graph must be undirected, got a directed one; set edgedefault to undirected, "
-                "or topology.graph.directed to true"
-            )
-        if self.directed and not graph.is_directed():
-            raise SpecError(f"{path}: the graph must be directed, got an undirected one; set edgedefault to directed")
-        for name, other in graph.edges():
-            if name == other:
-                raise SpecError(f"{path}: an edge must join two different nodes, got ({name}, {other}); remove it")
-        index = {name: i for i, name in enumerate(_sorted_names(graph))}
-        return [(index[name], index[other]) for name, other in graph.edges()]
-
-    def _read(self) -> nx.Graph[str]:
-        """The file as networkx reads it."""
-        import networkx as nx
-
-        try:
-            if self.path.suffix.lower() == ".graphml":
-                return nx.read_graphml(self.path)
-            return nx.read_edgelist(self.path, data=False, create_using=nx.DiGraph if self.directed else nx.Graph)
-        # What networkx lets through on malformed GraphML, beside its own error: missing or mistyped attributes, broken XML.
-        except (OSError, ValueError, KeyError, TypeError, ParseError, nx.NetworkXException) as error:
-            raise SpecError(
-                f"{self.path}: must be readable as GraphML (.graphml) or as an edge list, got {type(error).__name__}: "
-                f"{error}; check the path and the file"
-            ) from None
-
-
-def _sorted_names(names: Iterable[str]) -> list[str]:
-    """Ascending as integers if all are integers, else as text."""
-    as_text = sorted(names)
-    try:
-        return sorted(as_text, key=int)
-    except ValueError:
-        return as_text
+        return self.read(names_of(n)).pairs(n)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------
@@ -339,6 +307,10 @@ class GraphSequence(Section, ABC):
         """Is a graph read from a file, which others have not?"""
         return False
 
+    def read(self, names: Sequence[str]) -> GraphSequence:
+        """The same sequence without files, as `Graph.read`."""
+        return self
+
     def listed(self, n: int) -> GraphSequence:
         """The same sequence for others, who have no files.
 
@@ -378,6 +350,9 @@ class PeriodicGraphs(GraphSequence):
     @property
     def file(self) -> bool:
         return any(graph.file for graph in self.graphs)
+
+    def read(self, names: Sequence[str]) -> PeriodicGraphs:
+        return PeriodicGraphs(graphs=tuple(graph.read(names) for graph in self.graphs))
 
     def adjacency(self, t: int, n: int) -> FloatArray:
         return self.graphs[t % len(self.graphs)].adjacency(n)

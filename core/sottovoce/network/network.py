@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.network.graphs import Edge, GraphSequence
+from sottovoce.network.graph_files import Edge
+from sottovoce.network.graphs import GraphSequence
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.roster import Mask, Roster, called
 from sottovoce.network.weights import WeightRule

@@ -14,7 +14,7 @@ from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import AnyGraph, AnyGraphSequence, Graph
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
-from sottovoce.network.roster import Mask, Roster
+from sottovoce.network.roster import Mask, Roster, names_of
 from sottovoce.network.weights import AnyWeights, MetropolisWeights
 from sottovoce.registry import ENDLESS, Section
 
@@ -52,7 +52,8 @@ class Topology(Section):
             CheckFailed: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
                 overflow.
         """
-        whole = self._whole(n_learners, rounds, () if roster is None else roster.names)
+        names = names_of(n_learners) if roster is None else roster.names
+        whole = self.without_files(names)._whole(n_learners, rounds, () if roster is None else names)
         if roster is None or not roster.absences:
             return whole
         partial = self.among(whole, roster)
@@ -67,7 +68,7 @@ class Topology(Section):
             whole: of all learners.
             roster: who is there in which round.
         """
-        return PartialNetwork(whole, roster, self._among)
+        return PartialNetwork(whole, roster, self.without_files(roster.names)._among)
 
     def _whole(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
         if self.sequence is not None:
@@ -86,25 +87,37 @@ class Topology(Section):
             text = f"the communication graph is not connected, got {lacking}" if lacking else failure.text
             raise CheckFailed(failure.code, f"{text}; {graph.advice}") from None
 
-    def explicit(self, n_learners: int) -> Topology:
+    def explicit(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
 
         A random sequence stays as it is: everybody draws it alone.
 
+        Args:
+            learners: how many, or their names.
+
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
-        if self.sequence is not None:
-            return self.model_copy(update={"sequence": self.sequence.listed(n_learners)})
-        return self.model_copy(update={"graph": self._one_graph.listed(n_learners)})
+        names = names_of(learners)
+        without = self.without_files(names)
+        if without.sequence is not None:
+            return without.model_copy(update={"sequence": without.sequence.listed(len(names))})
+        return without.model_copy(update={"graph": without._one_graph.listed(len(names))})
 
-    def without_files(self, n_learners: int) -> Topology:
-        """The same topology for somebody who has not the spec's files: as it is where it names none.
+    def without_files(self, learners: int | Sequence[str]) -> Topology:
+        """The same topology with what its files say in their place: as it is where it names none.
+
+        Args:
+            learners: how many, or their names.
 
         Raises:
             SpecError: a file cannot be used.
         """
-        return self.explicit(n_learners) if self.file else self
+        if not self.file:
+            return self
+        names = names_of(learners)
+        parts = {"graph": self.graph, "sequence": self.sequence}
+        return self.model_copy(update={key: part and part.read(names) for key, part in parts.items()})
 
     @property
     def file(self) -> bool:

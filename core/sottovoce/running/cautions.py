@@ -8,6 +8,7 @@ import numpy as np
 
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.data.dataset import Dataset
+from sottovoce.data.labels import alike
 from sottovoce.data.schedule import PlacedData
 from sottovoce.network.roster import in_short
 from sottovoce.spec import RunSpec
@@ -62,6 +63,8 @@ def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Cave
     loss, texts = spec.loss, dataset.class_names
     if loss.n_classes is None or dataset.classes is None or not texts:
         return
+    if told := alike(texts):
+        yield Caveat("LABELS_ALIKE", f"labels {told}")
     labels = np.concatenate([*(own.labels for own in data.learners), data.test_labels])
     if (labels == labels[0]).all():
         only = texts[int(dataset.classes[0])]
@@ -81,4 +84,6 @@ def _classes(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Cave
 def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
     found, first = np.unique(dataset.classes if dataset.classes is not None else (), return_index=True)
     read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
+    if 2 * len(texts) > len(dataset.labels):
+        return "as many as there are records, or nearly"
     return ", ".join(read[:_SHOWN]) + (", ..." if len(read) > _SHOWN else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from sottovoce.data.schedule import LearnerData, PlacedData
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.network.roster import Mask, in_short
+from sottovoce.registry import LARGEST
 from sottovoce.spec import RunSpec
 
 
@@ -129,7 +131,13 @@ class Preparation:
 
     def __call__(self, features: FloatArray) -> FloatArray:
         if self.shift is not None and self.width is not None:
-            features = (features - self.shift) / self.width
+            with np.errstate(over="ignore", invalid="ignore"):
+                features = (features - self.shift) / self.width
+            if not (np.abs(features) <= LARGEST).all():
+                raise DataError(
+                    f"scaled features must be between -{LARGEST:g} and {LARGEST:g}, got larger ones: some column has other "
+                    "sizes of numbers than its held-out part; rescale it first"
+                )
         return _with_intercept(features) if self.intercept else np.asarray(features)
 
 
@@ -159,15 +167,16 @@ def _preparation(data: DataSpec, public: FloatArray) -> Preparation:
 def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
     """What to subtract and to divide by, `(features,)` each; 1 divides a column that is constant."""
     low, high = public.min(axis=0), public.max(axis=0)
-    shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
     # Compared by extremes: the standard deviation of a constant column is rounding noise, not zero.
     width = np.where(high == low, 1.0, width)
     usable = np.isfinite(shift) & np.isfinite(width) & (width > 0)
     if not usable.all():
         column = int(np.flatnonzero(~usable)[0])
-        came = f"{low[column]:g} to {high[column]:g}"
         raise DataError(
-            f"data.scale {scale} cannot represent the range of column {column}, got {came}; rescale it first"
+            f"data.scale {scale} must represent the range of column {column} (counted from 0), got one that is too wide or too "
+            "narrow for float64; rescale it first"
         )
     return shift, width
 
@@ -193,6 +202,9 @@ def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Gene
 def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
     """The learner column as indices of the run's learners."""
     names = dataset.learner_names
+    if names is None and any(map(str.isdecimal, spec.names)):  # then a number is a name
+        known, learner = np.unique(learner, return_inverse=True)
+        names = tuple(map(str, known.tolist()))
     if names is None:
         owners, allowed = learner, f"an index in [0, {spec.n_learners})"
     else:
@@ -202,7 +214,8 @@ def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntA
     outside = np.flatnonzero((owners < 0) | (owners >= spec.n_learners))
     if outside.size:
         row = int(outside[0])
-        came = learner[row] if names is None else repr(names[learner[row]])
+        near = [] if names is None else difflib.get_close_matches(names[learner[row]], spec.names, 1)
+        came = learner[row] if names is None else f"a name that is near {near[0]!r}" if near else "another name"
         raise DataError(f"{dataset.name}: row {row} (counted from 0), column 'learner' must be {allowed}, got {came}")
     return owners
 
