@@ -264,7 +264,7 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
         ({"learners": "0"}, "--learners must be how many"),
         ({"learners": "1000"}, "at most one for each of 240 records"),
         ({"epsilon": float("nan")}, "--epsilon must be a number above 0"),
-        ({"epsilon": 1e-15}, "noise.epsilon must be above"),
+        ({"epsilon": 1e-15}, "noise.epsilon must be finite and above"),
         ({"label_bound": 2.0}, "--label-bound must be left out where labels are classes"),
         ({"scale": "log"}, "--scale must be one of standard, range, none, got 'log'"),
     ],

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from xml.etree.ElementTree import ParseError
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
+from pydantic import Field, NonNegativeInt, SerializeAsAny
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.registry import Registry, Section
+from sottovoce.registry import Count, Registry, Section
 
 if TYPE_CHECKING:
     import networkx as nx  # slow to import, and a learner is given the edges: so it is imported where it is used
@@ -143,8 +143,8 @@ class Grid(Graph):
     """A rectangular grid of `rows` times `columns` learners, numbered row by row."""
 
     kind: Literal["grid"] = "grid"
-    rows: PositiveInt
-    columns: PositiveInt
+    rows: Count
+    columns: Count
 
     def pairs(self, n: int) -> list[Edge]:
         import networkx as nx
@@ -184,7 +184,7 @@ class WattsStrogatz(Graph):
     """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
 
     kind: Literal["watts_strogatz"] = "watts_strogatz"
-    nearest: PositiveInt
+    nearest: Count
     probability: Annotated[float, Field(ge=0, le=1)]
     seed: NonNegativeInt = 0
 
@@ -212,7 +212,7 @@ class Edges(Graph):
     """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
 
     kind: Literal["edges"] = "edges"
-    edges: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
     directed: bool = False
 
     @property
