@@ -206,7 +206,7 @@ class _Asking:
             except ValueError:
                 value = math.nan
             if not 0 < value < math.inf:
-                raise SpecError(f"{option} must be a number above 0, got {text!r}")
+                raise SpecError(f"{option} must be a finite number above 0, got {text!r}")
             return value
 
         usual = "" if default is None else f"{default:g}"
