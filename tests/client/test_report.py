@@ -16,15 +16,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce_client.reports import rendering
-from sottovoce_client.reports.drawing import Figure, finite, thinned
+from sottovoce_client.reports.drawing import Figure, View, finite, line, thinned
 from sottovoce_client.reports.heard import MOST_HEARD
+from sottovoce_client.reports.marks import Axis, Mark
 from sottovoce_client.reports.plots import run_figures, stacked
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.reports.verdict import exceeds, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
+from tests.client.paths import is_path, wrong_paths
 from tests.client.summaries import (
     boundless,
     capture,
@@ -388,6 +393,30 @@ def test_what_is_missing_is_not_drawn() -> None:
 
     assert not any("nan" in place for place in shown.drawn)
     assert ["1", "–", "–", "–"] in shown.rows
+
+
+NUMBERS = st.one_of(st.floats(-10, 1e6), st.sampled_from([math.nan, 0.0, -1.0, 1e300]))
+
+
+@given(st.data(), st.booleans(), st.sampled_from(["line", "dots", "bars", "area", "upright"]), st.integers(1, 12))
+def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log: bool, kind: Any, n: int) -> None:
+    def values() -> FloatArray:
+        return np.array(data.draw(st.lists(NUMBERS, min_size=n, max_size=n)))
+
+    x = np.sort(values())[:1] if kind == "upright" else np.arange(1.0, n + 1)
+    y = values()[: len(x)]
+    low = values()[: len(x)] if kind == "area" or (kind == "dots" and log) else None
+    step = data.draw(st.sampled_from(["", "after", "middle"])) if kind == "line" else ""
+    drawn = Mark(kind, x, y, "wards", low=low, step=step)
+    text = str(Figure("f", "F", [drawn], (View("", Axis("x", log=log), Axis("y", log=log)),)).__html__())
+    assert wrong_paths(text) == []
+
+
+@pytest.mark.parametrize("y", [[1.0], [1.0, math.nan, 2.0, 3.0], [math.nan, 1.0, math.nan], [math.nan, math.nan]])
+def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
+    drawn = Figure("f", "F", [line(np.arange(len(y)), y, "wards", "blue")], (View("", Axis("x"), Axis("y")),)).__html__()
+    assert wrong_paths(drawn) == []
+    assert not is_path("M9762 238l") and not is_path("M1 2Lnan 3") and not is_path("1 2L3 4") and is_path("M1 2h0M3 4l5-6 7 8")
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])

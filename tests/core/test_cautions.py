@@ -34,7 +34,7 @@ def test_records_that_end_before_the_run_are_told(tmp_path: Path) -> None:
     text = told(tmp_path, rows(0, 1), {"test_fraction": 0.2, "batch_size": 2}, rounds=50)["RECORDS_END"]
     assert text.startswith("the records last 2 of 50 rounds at every learner: after that nothing more is learned")
     assert (
-        "losses count as 0" in text and "set rounds to at most 2, take a smaller data.batch_size, or data.reuse" in text
+        "average_loss is over the rounds that bring records" in text and "set rounds to at most 2, take a smaller data.batch_size, or data.reuse" in text
     )
 
 

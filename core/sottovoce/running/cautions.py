@@ -52,8 +52,8 @@ def _ended(spec: RunSpec, dataset: Dataset, data: PlacedData) -> Iterator[Caveat
     instead = ", take a smaller data.batch_size, or data.reuse: true, which costs more epsilon" if dealt else ""
     yield Caveat(
         "RECORDS_END",
-        f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and losses "
-        f"count as 0, so average_loss shrinks with every round: set rounds to at most {most}{instead}",
+        f"the records last {lasting} of {spec.rounds} rounds {rounds}: after that nothing more is learned from them, and "
+        f"average_loss is over the rounds that bring records: set rounds to at most {most}{instead}",
     )
 
 
