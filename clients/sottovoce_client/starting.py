@@ -24,8 +24,8 @@ from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, load_schema, parse_spec
-from sottovoce_client.data.describe import classes_of
-from sottovoce_client.wording import count, number, plural
+from sottovoce_client.data.describe import classes_of, constant_note
+from sottovoce_client.wording import ALONE, count, number, plural
 
 Ask = Callable[[str, str], str]
 """What somebody answers to a question; the second text is the answer of whoever only presses Enter."""
@@ -93,6 +93,7 @@ class Begun:
         epsilon: of the dearest record, by the product's own accounting.
         records: that learners have, all together; and that nobody learns, at most, of each learner.
         unscaled: why features are not scaled where nobody chose that, and what to do; else empty.
+        notes: what else to know of the records and learners, a sentence each.
     """
 
     spec: RunSpec
@@ -101,6 +102,7 @@ class Begun:
     records: int
     left: int
     unscaled: str
+    notes: tuple[str, ...] = ()
 
 
 def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
@@ -162,7 +164,8 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     left = max(own - learned for own, learned in zip(have, used, strict=True))
     held = len(shares.test_labels)
     text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
-    return Begun(spec, text, spent, sum(have), left, unscaled)
+    notes = ("" if table is None else constant_note(table), ALONE if spec.n_learners == 1 else "")
+    return Begun(spec, text, spent, sum(have), left, unscaled, tuple(filter(None, notes)))
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------

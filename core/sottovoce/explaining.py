@@ -194,7 +194,9 @@ def _shown_form(place: Place, document: object, model: type[Section]) -> str:
     needed = {each: field for each, field in fields.items() if field.is_required() and each != key}
     if name not in needed:
         return ""
-    shown = ", ".join(f"{each}: {_as_yaml(field.examples[0]) if field.examples else '...'}" for each, field in needed.items())
+    shown = ", ".join(
+        f"{each}: {_as_yaml(field.examples[0]) if field.examples else '...'}" for each, field in needed.items()
+    )
     return f": write {parent[-1]}: {{{key}: {section}, {shown}}}"
 
 

@@ -19,7 +19,7 @@ def is_path(data: str) -> bool:
         if found is None or (at == 0 and found[1] not in "Mm") or found[1].lower() not in _COUNTS:
             return False
         wanted, given = _COUNTS[found[1].lower()], len(re.findall(_NUMBER, found[2]))
-        if (given != 0 if wanted == 0 else given == 0 or given % wanted != 0):
+        if given != 0 if wanted == 0 else given == 0 or given % wanted != 0:
             return False
         at = found.end()
     return True

@@ -414,9 +414,16 @@ def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log
 
 @pytest.mark.parametrize("y", [[1.0], [1.0, math.nan, 2.0, 3.0], [math.nan, 1.0, math.nan], [math.nan, math.nan]])
 def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
-    drawn = Figure("f", "F", [line(np.arange(len(y)), y, "wards", "blue")], (View("", Axis("x"), Axis("y")),)).__html__()
+    drawn = Figure(
+        "f", "F", [line(np.arange(len(y)), y, "wards", "blue")], (View("", Axis("x"), Axis("y")),)
+    ).__html__()
     assert wrong_paths(drawn) == []
-    assert not is_path("M9762 238l") and not is_path("M1 2Lnan 3") and not is_path("1 2L3 4") and is_path("M1 2h0M3 4l5-6 7 8")
+    assert (
+        not is_path("M9762 238l")
+        and not is_path("M1 2Lnan 3")
+        and not is_path("1 2L3 4")
+        and is_path("M1 2h0M3 4l5-6 7 8")
+    )
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])

@@ -183,7 +183,8 @@ def test_losses_and_regrets_are_their_definitions() -> None:
         after = steps[T].after
         spread = np.linalg.norm(after - after.mean(axis=0), axis=-1)
         wanted = {
-            "average_loss": cost / sum(len(of_rounds(own, t, t)[1]) > 0 for own in data.learners for t in range(rounds)),
+            "average_loss": cost
+            / sum(len(of_rounds(own, t, t)[1]) > 0 for own in data.learners for t in range(rounds)),
             "static_regret": cost - whole,
             "dynamic_regret": cost - rounds_best,
             "instantaneous_regret": now,

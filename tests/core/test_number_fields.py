@@ -40,7 +40,9 @@ def is_numeric(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return False
     inner = get_args(annotation)
-    return annotation in (int, float) or any(map(is_numeric, inner[:1] if get_origin(annotation) is Annotated else inner))
+    return annotation in (int, float) or any(
+        map(is_numeric, inner[:1] if get_origin(annotation) is Annotated else inner)
+    )
 
 
 def parts(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
@@ -54,14 +56,18 @@ def parts(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
 def least(section: type[Section]) -> dict[str, Any]:
     """The fewest fields that a section may have."""
     fields = section.model_fields.items()
-    kinds = {name: get_args(field.annotation)[0] for name, field in fields if name in KINDS and get_args(field.annotation)}
+    kinds = {
+        name: get_args(field.annotation)[0] for name, field in fields if name in KINDS and get_args(field.annotation)
+    }
     return kinds | {name: NEEDED[name] for name, field in fields if field.is_required() and name not in kinds}
 
 
 Document = Callable[[Any], dict[str, Any]]
 
 
-def fields_of(section: type[Section], around: Document, place: str, seen: frozenset[type]) -> Iterator[tuple[str, Document]]:
+def fields_of(
+    section: type[Section], around: Document, place: str, seen: frozenset[type]
+) -> Iterator[tuple[str, Document]]:
     """Every numeric field below a section: its place, and a document in which it has a value."""
     begin = {} if not place else least(section)
     for name, field in section.model_fields.items():
@@ -156,7 +162,11 @@ def _graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fields_are_found() -> None:
     assert len(FIELDS) > 120 and len(OF_POLICY) == 7
-    for place in (".algorithm[ldp-dol].sigma", ".algorithm[dola].noise[CalibratedNoise].epsilon", ".clock[ClockSpec].late_s"):
+    for place in (
+        ".algorithm[ldp-dol].sigma",
+        ".algorithm[dola].noise[CalibratedNoise].epsilon",
+        ".clock[ClockSpec].late_s",
+    ):
         assert place in FIELDS
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from sottovoce.plain import plain
 from sottovoce_client.cli.app import MOST, AsJson, app, real
 
 
@@ -120,6 +121,8 @@ def init(
         )
     if begun.unscaled:
         typer.echo(f"note: {begun.unscaled}")
+    for note in begun.notes:
+        typer.echo(plain(f"note: {note}"))
     typer.echo("next:")
     for command in next_commands(str(path)):
         typer.echo(f"  {command}")
@@ -130,8 +133,6 @@ def _ask(question: str, usual: str) -> str:
 
 
 def _say(text: str) -> None:
-    from sottovoce.plain import plain
-
     typer.echo(plain(text), err=True)
 
 
