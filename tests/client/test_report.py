@@ -475,7 +475,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(importlib, "import_module", absent)
     rendering._templates.cache_clear()
-    with pytest.raises(SpecError, match=r"needs Jinja2: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"needs Jinja2: in a clone of the repository, pip install '\.\[audit\]'"):
         run_page(summary(2, 5)).html()
 
 

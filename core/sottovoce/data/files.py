@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.errors import DataError, SpecError
+from sottovoce.errors import DataError, SpecError, get_extra
 
 AnyArray = npt.NDArray[Any]
 SCHEMA_READS = (".csv", ".parquet")
@@ -57,7 +57,7 @@ def import_extra(module: str, package: str, what: str, extra: str = "audit") -> 
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise SpecError(f"{what} needs {package}: pip install 'sottovoce[{extra}]'") from None
+        raise SpecError(f"{what} needs {package}: {get_extra(extra)}") from None
 
 
 def read_npz(path: Path) -> RawTable:

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.errors import CheckFailed, SpecError, get_extra
 from sottovoce.losses.loss import Loss, scale_rows
 from sottovoce.registry import Count, NonNegative, Positive, refuse_code
 
@@ -75,7 +75,7 @@ class TorchLoss(Loss):
         try:
             from sottovoce.losses.torch_module import make_module
         except ModuleNotFoundError:
-            raise SpecError("loss.kind: torch needs PyTorch: pip install 'sottovoce[torch]'") from None
+            raise SpecError(f"loss.kind: torch needs PyTorch: {get_extra('torch')}") from None
         return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
 
     def dim(self, n_features: int) -> int:
