@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.reports import rendering
 from sottovoce_client.reports.drawing import Figure, View, finite, line, thinned
 from sottovoce_client.reports.heard import MOST_HEARD
@@ -480,6 +481,16 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("record", "tone"), [(WEAK_EPSILON, "consistent"), (10.01, "weak"), (26.87, "weak")])
+def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) -> None:
+    one = learner("Aarhus", 500)
+    kept = Swap(1.0, 2.0, 3.0, np.zeros(500))
+    made = summary_of(replace(one, record=record, swap_event=kept, swap_record=kept))
+    found, text = verdict_of(made), run_page(made).html()
+    assert (found.kind, found.tone, found.weak) == ("consistent", tone, tone == "weak")
+    assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.weak
 
 
 @pytest.mark.parametrize(
