@@ -60,7 +60,9 @@ def test_links_and_paths_are_found() -> None:
 
 def test_whoever_is_told_to_install_something_can() -> None:
     """No package index has a release: extras are installed from a clone, and these extras exist."""
-    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     folders = ("docs", "deploy", "examples", "benchmarks", *FOLDERS.split("|")[:4])
     files = [each for folder in folders for each in (CHECKOUT / folder).rglob("*") if each.suffix in TOLD]
     told = [

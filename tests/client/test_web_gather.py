@@ -211,9 +211,13 @@ async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: 
     spec = small_spec(20, NAMES, name="demo", capture="relay")
     (tmp_path / "demo").mkdir()
     over = replace(summary(3, 20), name="demo", run_id="demo-1", spec_yaml=dump_spec(spec))
-    over = replace(over, learners=tuple(replace(each, name=name) for each, name in zip(over.learners, NAMES, strict=True)))
+    over = replace(
+        over, learners=tuple(replace(each, name=name) for each, name in zip(over.learners, NAMES, strict=True))
+    )
     over.save(tmp_path / "demo" / "summary.json")
-    older = replace(over, run_id="demo-0", started_at="2020-01-01T00:00:00+00:00", state="failed", detail="north is gone")
+    older = replace(
+        over, run_id="demo-0", started_at="2020-01-01T00:00:00+00:00", state="failed", detail="north is gone"
+    )
     (tmp_path / "older").mkdir()
     older.save(tmp_path / "older" / "summary.json")
     (tmp_path / "broken").mkdir()

@@ -100,7 +100,10 @@ BUDGETED: list[dict[str, Any]] = [
     {"algorithm": {"name": "ldp-dol", "sigma": 2.0}, "privacy": {"budget": 1.5}},
     {"algorithm": {"name": "ldp-dol", "sigma": [1.0, 2.0]}, "privacy": {"budget": [0.3, 1.5]}},
     {"algorithm": {"name": "dola", "noise": {"kind": "calibrated", "epsilon": 3.0}}, "privacy": {"budget": 2.0}},
-    {"algorithm": {"name": "dola", "noise": {"kind": "calibrated", "epsilon": 90.0, "charged": "every_round"}}, "privacy": {"budget": 2.0}},
+    {
+        "algorithm": {"name": "dola", "noise": {"kind": "calibrated", "epsilon": 90.0, "charged": "every_round"}},
+        "privacy": {"budget": 2.0},
+    },
     {"algorithm": {"name": "dpsda-c", "epsilon": 4.0}, "data": {"partition": "shared"}, "privacy": {"budget": 1.0}},
 ]  # fmt: skip
 

@@ -23,12 +23,13 @@ NEEDED: dict[str, Any] = {
     "ratio": 0.5, "scale": 1.0, "classes": 2, "radius": 5.0, "low": -5.0,
     "high": 1.0, "rows": 1, "columns": 5, "probability": 0.9, "nearest": 2, "edges": [[0, 1], [1, 2], [2, 3], [3, 4]],
     "value": 0.1, "step": 0.1, "concentration": 1.0, "bounds": [0, 1], "categories": ["a", "b"], "label_bound": 1.0,
-    "learner": "learner-0", "until_round": 5, "size": 8, "set": {"kind": "l2_ball", "radius": 5.0}, "path": "graph.txt", "graphs": ["ring"],
+    "learner": "learner-0", "until_round": 5, "size": 8, "set": {"kind": "l2_ball", "radius": 5.0}, "path": "graph.txt",
+    "graphs": ["ring"],
     "blocks": [{"size": 8, "set": {"kind": "l2_ball", "radius": 5.0}}],
 }  # fmt: skip
 """A right value for each field that a section must have."""
 AROUND = {
-    **dict.fromkeys(("dvp", "pvp", "admm"), {"loss": {"kind": "logistic", "ridge": 0.01}}),
+    **{name: {"loss": {"kind": "logistic", "ridge": 0.01}} for name in ("dvp", "pvp", "admm")},
     "dpcda": {"learners": 1},
 }
 """What else a spec says for an algorithm."""
@@ -140,7 +141,7 @@ def number_of(value: Any) -> float | None:
 
 def violates(value: Any, text: str) -> bool:
     """Whether a value does not meet one of the requirements that a message states."""
-    required, got, came = text.partition(", got ")
+    required, got, _ = text.partition(", got ")
     number = number_of(value[0] if value and isinstance(value, list) and ".0: " in required else value)
     if number is None or re.search(r"a list|must be text|mapping|number per learner", required):
         forms = "a number|a whole number|a list|mapping|number per learner|true or false|at least 1 items|must be text"

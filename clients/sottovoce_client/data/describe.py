@@ -92,10 +92,10 @@ def constant_note(table: RawTable) -> str:
     if not same or len(table.labels) < 2:
         return ""
     more = f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
-    one = len(same) == 1
+    has, it, its = ("has", "it", "its") if len(same) == 1 else ("have", "them", "their")
     return (
-        f"{', '.join(same[:_NAMED])}{more} {'has' if one else 'have'} the same value in all records: nothing can be learned from "
-        f"{'it' if one else 'them'}, and every message carries {'its' if one else 'their'} noise; leave {'it' if one else 'them'} out"
+        f"{', '.join(same[:_NAMED])}{more} {has} the same value in all records: nothing can be learned from {it}, and every "
+        f"message carries {its} noise; leave {it} out"
     )
 
 

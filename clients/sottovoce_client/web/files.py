@@ -40,8 +40,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What there is to open, the newest first; and by run id, as their summaries say, how runs ended (`ended`), and the runs
-    themselves (`runs`), the newest first."""
+    """What there is to open, the newest first.
+
+    Attributes:
+        captures, reports: that can be opened.
+        ended: how runs ended, by id, as their summaries say.
+        runs: these runs themselves, where this version can read their summaries.
+    """
 
     captures: tuple[CaptureLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from sottovoce.algorithms.setting import Caveat
-from sottovoce.data.dataset import Dataset
 from sottovoce.arrays import FloatArray
+from sottovoce.data.dataset import Dataset
 from sottovoce.data.schedule import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.network.roster import in_short

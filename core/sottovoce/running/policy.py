@@ -278,8 +278,8 @@ def default_policy_caution(run: Run) -> Iterator[Caveat]:
     if (cost := max(_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
         yield Caveat(
             "DEFAULT_POLICY",
-            f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the spec "
-            f"asks for {cost:.6g} (sottovoce policy check); `sottovoce up` and simulations do not ask for it",
+            f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
+            f"spec asks for {cost:.6g} (sottovoce policy check); `sottovoce up` and simulations do not ask for it",
         )
 
 
