@@ -407,7 +407,7 @@ def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log
     x = np.sort(values())[:1] if kind == "upright" else np.arange(1.0, n + 1)
     y = values()[: len(x)]
     low = values()[: len(x)] if kind == "area" or (kind == "dots" and log) else None
-    step = data.draw(st.sampled_from(["", "after", "middle"])) if kind == "line" else ""
+    step: Any = data.draw(st.sampled_from(["", "after", "middle"])) if kind == "line" else ""
     drawn = Mark(kind, x, y, "wards", low=low, step=step)
     text = str(Figure("f", "F", [drawn], (View("", Axis("x", log=log), Axis("y", log=log)),)).__html__())
     assert wrong_paths(text) == []

@@ -118,6 +118,7 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
     stopped = {}
     for i, own in enumerate(found.data.learners):
         books = Books(found.run.algorithm.accountant(i), found.run.spec.budget_of(i))
+        t = 0
         try:
             for t, records in enumerate(np.diff(own.offsets).tolist()):
                 books.charge(books.price(t))

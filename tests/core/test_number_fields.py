@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -17,7 +18,7 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.yaml_files import parse_yaml
 
-VALUES = (math.nan, math.inf, -math.inf, 0, -1, -3, 10**400, "1e400", "text", True, [1], [math.inf], {})
+VALUES: tuple[Any, ...] = (math.nan, math.inf, -math.inf, 0, -1, -3, 10**400, "1e400", "text", True, [1], [math.inf], {})
 """Tried on every field."""
 NEEDED: dict[str, Any] = {
     "ratio": 0.5, "scale": 1.0, "classes": 2, "radius": 5.0, "low": -5.0,
@@ -28,7 +29,7 @@ NEEDED: dict[str, Any] = {
     "blocks": [{"size": 8, "set": {"kind": "l2_ball", "radius": 5.0}}],
 }  # fmt: skip
 """A right value for each field that a section must have."""
-AROUND = {
+AROUND: dict[str, dict[str, Any]] = {
     **{name: {"loss": {"kind": "logistic", "ridge": 0.01}} for name in ("dvp", "pvp", "admm")},
     "dpcda": {"learners": 1},
 }
@@ -66,6 +67,10 @@ def least(section: type[Section]) -> dict[str, Any]:
 Document = Callable[[Any], dict[str, Any]]
 
 
+def _with_field(around: Document, begin: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return around({**begin, name: value})
+
+
 def fields_of(
     section: type[Section], around: Document, place: str, seen: frozenset[type]
 ) -> Iterator[tuple[str, Document]]:
@@ -85,7 +90,7 @@ def fields_of(
             if each not in seen and name != "schema" and kind != "torch":  # which not every environment has
                 yield from fields_of(each, within, f"{place}.{name}[{kind}]", seen | {each})
         if not classes and name not in KINDS and is_numeric(field.annotation):
-            yield f"{place}.{name}", lambda value, name=name: around({**begin, name: value})
+            yield f"{place}.{name}", partial(_with_field, around, begin, name)
 
 
 def whole(document: dict[str, Any]) -> dict[str, Any]:
