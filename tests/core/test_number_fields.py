@@ -18,7 +18,21 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.yaml_files import parse_yaml
 
-VALUES: tuple[Any, ...] = (math.nan, math.inf, -math.inf, 0, -1, -3, 10**400, "1e400", "text", True, [1], [math.inf], {})
+VALUES: tuple[Any, ...] = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    0,
+    -1,
+    -3,
+    10**400,
+    "1e400",
+    "text",
+    True,
+    [1],
+    [math.inf],
+    {},
+)
 """Tried on every field."""
 NEEDED: dict[str, Any] = {
     "ratio": 0.5, "scale": 1.0, "classes": 2, "radius": 5.0, "low": -5.0,
