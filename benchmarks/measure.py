@@ -23,7 +23,7 @@ import psutil
 from bare_ring import SPARSE_FROM
 
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SottovoceError
+from sottovoce.errors import SottovoceError, get_extra
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.pki import Authority
 from sottovoce_client.running.feeder import feed
@@ -217,7 +217,7 @@ def on_loop(loops: Loops, folder: Path) -> Iterator[None]:
         SottovoceError: uvloop is asked for, and is not installed.
     """
     if loops == "uvloop" and find_spec("uvloop") is None:
-        raise SottovoceError("the event loop uvloop is not installed: pip install 'sottovoce[fast]'")
+        raise SottovoceError(f"the event loop uvloop is not installed: {get_extra('fast')}")
     before = os.environ.get("PYTHONPATH")
     if loops == "asyncio":
         hidden = folder.resolve() / "without-uvloop"

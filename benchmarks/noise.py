@@ -21,6 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sottovoce.errors import get_extra
 from sottovoce.noise import Draw, KeyedNoise, Law, Noise, OpenDpNoise, SeededNoise, SystemNoise, grid
 
 SCALE = 1.37
@@ -76,7 +77,7 @@ def samplers(dims: list[int]) -> dict[str, Sample]:
         "bitwise, spherical": of(system, "spherical"),
     }
     if find_spec("opendp") is None:
-        console.print("OpenDP is not installed: pip install 'sottovoce[opendp]'")
+        console.print(f"OpenDP is not installed: {get_extra('opendp')}", markup=False)
         return found
     return found | {
         "OpenDP's own call": opendp_alone("laplace", dims),

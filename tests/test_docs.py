@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FOLDERS = "core|services|clients|coordinator|proto|tests|benchmarks|deploy|examples"
 CODE_PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s]*)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+TOLD = {".md", ".py", ".ipynb", ".j2", ".html", ".sh", ".yaml"}
+"""Kinds of files that tell readers what to install."""
 HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
 
@@ -53,3 +56,22 @@ def test_links_and_paths_are_found() -> None:
     assert [_spread(path) for path in CODE_PATH.findall("`core/a/{b,c}.py` `other/d`")] == [
         ["core/a/b.py", "core/a/c.py"]
     ]
+
+
+def test_whoever_is_told_to_install_something_can() -> None:
+    """No package index has a release: extras are installed from a clone, and these extras exist."""
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    folders = ("docs", "deploy", "examples", "benchmarks", *FOLDERS.split("|")[:4])
+    files = [each for folder in folders for each in (CHECKOUT / folder).rglob("*") if each.suffix in TOLD]
+    told = [
+        (each, line)
+        for each in [*PAGES, *files]
+        for line in re.findall(r"pip install [^\n]*|get_extra\([^)]*\)", each.read_text(encoding="utf-8"))
+    ]
+    assert len(told) > 20
+    for each, line in told:
+        assert not re.search(r"pip install '?sottovoce(?!-\*\.whl)", line), (each, line)
+        named = re.findall(r"'\.\[([\w,]+)\]'", line) + re.findall(r"get_extra\([\"']([\w-]+)[\"']\)", line)
+        assert {name for group in named for name in group.split(",")} <= extras.keys(), (each, line)

@@ -25,8 +25,8 @@ from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, load_schema, parse_spec
-from sottovoce_client.data.describe import classes_of
-from sottovoce_client.wording import count, number, plural
+from sottovoce_client.data.describe import classes_of, constant_note
+from sottovoce_client.wording import ALONE, count, number, plural
 
 Ask = Callable[[str, str], str]
 """What somebody answers to a question; the second text is the answer of whoever only presses Enter."""
@@ -93,7 +93,8 @@ class Begun:
         text: the commented file.
         epsilon: of the dearest record, by the product's own accounting.
         records: that learners have, all together; and that nobody learns, at most, of each learner.
-        notes: on the records: why features are not scaled where nobody chose that, labels that are nearly the same.
+        notes: what else to know of the records and learners, a sentence each: why features are not scaled where nobody chose
+            that, labels that are nearly the same, features with one value, a learner without neighbours.
     """
 
     spec: RunSpec
@@ -101,7 +102,7 @@ class Begun:
     epsilon: float
     records: int
     left: int
-    notes: Sequence[str]
+    notes: tuple[str, ...] = ()
 
 
 def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
@@ -163,9 +164,13 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     held = len(shares.test_labels)
     text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
     told = alike(dataset.class_names)
-    return Begun(
-        spec, text, spent, sum(have), left, [*([unscaled] * bool(unscaled)), *([f"labels {told}"] * bool(told))]
+    notes = (
+        unscaled,
+        f"labels {told}" if told else "",
+        "" if table is None else constant_note(table),
+        ALONE if spec.n_learners == 1 else "",
     )
+    return Begun(spec, text, spent, sum(have), left, tuple(filter(None, notes)))
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ class _Asking:
             except ValueError:
                 value = math.nan
             if not 0 < value < math.inf:
-                raise SpecError(f"{option} must be a number above 0, got {text!r}")
+                raise SpecError(f"{option} must be a finite number above 0, got {text!r}")
             return value
 
         usual = "" if default is None else f"{default:g}"

@@ -10,6 +10,7 @@ from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 
 NOTHING = "–"
+ALONE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"
 UNASKED = (
     "not known: it is measured here where all messages were captured (capture: relay or mirror); learners answer only with "
     "telemetry: {predict: true} in the spec, and where their owners allow it"

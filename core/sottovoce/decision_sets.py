@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import Field, PositiveInt, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.registry import Finite, Positive, Registry, Section
+from sottovoce.registry import Count, Finite, Positive, Registry, Section
 
 
 class DecisionSet(Section, ABC):
@@ -202,8 +202,8 @@ class TraceNorm(_Ball):
     """Matrices whose singular values have a sum of at most `radius`, flattened row by row: of `softmax`, one a class."""
 
     kind: Literal["trace_norm"] = "trace_norm"
-    rows: PositiveInt
-    columns: PositiveInt
+    rows: Count
+    columns: Count
 
     @property
     def size(self) -> int:
@@ -239,7 +239,7 @@ class TraceNorm(_Ball):
 class Block(Section):
     """The next `size` parameters, and the set that they lie in."""
 
-    size: PositiveInt
+    size: Count
     set: OneDecisionSet
 
     @model_validator(mode="after")

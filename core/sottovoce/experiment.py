@@ -23,7 +23,7 @@ from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain, short
 from sottovoce.privacy.guarantee import Guarantee, overall
-from sottovoce.running.cautions import cautions
+from sottovoce.running.cautions import budget_cautions, cautions
 from sottovoce.running.placement import foreseen, place, unplaced
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, read_document, with_schema
@@ -36,7 +36,7 @@ PAUSES = "PAUSES"
 class Prepared:
     """A run that may start, and who learns what when.
 
-    `cautions` are what of its records makes numbers say less than they seem to.
+    `cautions` are what of its budget ends it early, and what of its records makes numbers say less than they seem to.
     """
 
     run: Run
@@ -69,7 +69,7 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, 
     if not spec.data.live:
         dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
         ready = _checked(spec, data := place(spec, dataset))
-        return replace(ready, cautions=tuple(cautions(spec, dataset, data)))
+        return replace(ready, cautions=(*ready.cautions, *cautions(spec, dataset, data)))
     found = _checked(spec, unplaced(spec))
     return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
@@ -126,7 +126,7 @@ def _checked(spec: RunSpec, data: PlacedData) -> Prepared:
             f"{spec.algorithm.name} needs the same records at every learner in every round, and live ones are each learner's own"
         )
     slack = check_lattice(run)
-    return Prepared(replace(run, warnings=run.warnings + slack), data)
+    return Prepared(replace(run, warnings=run.warnings + slack), data, tuple(budget_cautions(run, data)))
 
 
 def _same(one: LearnerData, other: LearnerData) -> bool:

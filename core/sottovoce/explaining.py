@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import math
 import numbers
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import PurePath
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from sottovoce.registry import Registry, Section, Truth
 
@@ -40,6 +42,7 @@ _BY_FORM = {
     "finite_number": "a finite number",
 }
 """What a value must be that is of another type, by the kind of Pydantic's error."""
+_NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
 _LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
 _OTHER_TYPE = {*_BY_FORM, *_LISTS, "literal_error"} - {"finite_number"}
 
@@ -63,6 +66,8 @@ def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Se
 def requirement(problem: Any) -> str:
     """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
     kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
+    if kind in _NUMBERS and _is_too_large(problem.get("input")):
+        return "must be a number within [-1e+308, 1e+308]"
     if kind in _BY_FORM or kind in _LISTS:
         return f"must be {_form(problem)}"
     match kind:
@@ -80,15 +85,32 @@ def requirement(problem: Any) -> str:
             return f"{text[0].lower()}{text[1:]}"
 
 
+def _is_too_large(value: object) -> bool:
+    """Whether a value is a number, written with digits, that float64 cannot hold."""
+    if not isinstance(value, int | str) or isinstance(value, bool):
+        return False
+    try:
+        return math.isinf(float(value)) and "inf" not in str(value).lower()
+    except OverflowError:
+        return True
+    except ValueError:
+        return False
+
+
 def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[Any]]]:
     """The problems of each place in the document.
 
     Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
-    list is not that it is one; and a number that is too large is not wrong for being no list.
+    list is not that it is one; and a number that is too large is not wrong for being no list. A list with a wrong item is not
+    too short: Pydantic counts the items that are right.
     """
     found = [(_place(each, document), each) for each in problems]
     deeper = {place[:k] for place, _ in found for k in range(len(place))}
-    kept = [(place, each) for place, each in found if not (_of_several(each, place) and place in deeper)]
+    kept = [
+        (place, each)
+        for place, each in found
+        if not (place in deeper and (each["type"] == "too_short" or _of_several(each, place)))
+    ]
     groups = []
     for place, pairs in groupby(kept, key=lambda pair: pair[0]):
         alike = [each for _, each in pairs]
@@ -130,7 +152,7 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
             )
             return f"unknown field {where}; {there}"
         case "missing":
-            return f"field {where} is required"
+            return f"field {where} is required{_shown_form(place, document, model)}"
         case "kind":  # a registry's own words
             text = problem["msg"]
             dot = "." if text.startswith(("kind", "name", "type")) else ": "
@@ -147,7 +169,39 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     # A whole document or section says nothing: its fields are named by what is wrong with them together.
     whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
     came = "" if whole else f", got {_kind(value) if _of_records(place, value) else short(value)}"
-    return f"{subject}{', or '.join(told)}{came}{_advice(place, alike, value)}"
+    return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
+
+
+def _example(place: Place, document: object, model: type[Section]) -> str:
+    """The right form of a field that has an example, also for an item of its list; empty without one."""
+    for end in range(len(place), 0, -1):
+        field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
+        if field is not None:
+            return f": write {place[end - 1]}: {_as_yaml(field.examples[0])}" if field.examples else ""
+    return ""
+
+
+def _shown_form(place: Place, document: object, model: type[Section]) -> str:
+    """How a section that stands as a word is written with a field that it lacks, or the example of that field."""
+    *parent, name = place
+    section: Any = document
+    for part in parent:
+        section = section.get(part) if isinstance(section, Mapping) else None
+    if not isinstance(section, str):
+        return _example(place, document, model)
+    fields = _fields_at(tuple(parent), document, model)
+    key = next((each for each in ("kind", "name", "type") if each in fields), "kind")
+    needed = {each: field for each, field in fields.items() if field.is_required() and each != key}
+    if name not in needed:
+        return ""
+    shown = ", ".join(
+        f"{each}: {_as_yaml(field.examples[0]) if field.examples else '...'}" for each, field in needed.items()
+    )
+    return f": write {parent[-1]}: {{{key}: {section}, {shown}}}"
+
+
+def _as_yaml(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
 
 
 def _form(problem: Any) -> str:
@@ -207,16 +261,30 @@ def short(value: object) -> str:
     return shortened.repr(value)
 
 
-def _fields_at(place: Place, document: Any, model: type[Section]) -> tuple[str, ...]:
+def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
+    """The registry of a field whose value, or an item of it, is a section that names its kind."""
+    found = [*field.metadata]
+    annotations = [field.annotation]
+    while annotations:
+        each = annotations.pop()
+        found += getattr(each, "__metadata__", ())
+        annotations += get_args(each)
+    return (each for each in found if isinstance(each, Registry))
+
+
+def _fields_at(place: Place, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
     """The fields of the section at a place of a document; none where it is not known which it is."""
     section: Any = model
+    field: FieldInfo | None = None
     for part in place:
-        field = (
-            section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, Section) else None
-        )
-        document = document.get(part) if isinstance(document, Mapping) else None
+        if isinstance(part, int):  # an item of the same field
+            document = document[part] if isinstance(document, list | tuple) and part < len(document) else None
+        else:
+            is_section = isinstance(section, type) and issubclass(section, Section)
+            field = section.model_fields.get(part) if is_section else None
+            document = document.get(part) if isinstance(document, Mapping) else None
         if field is None:
-            return ()
-        registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
+            return {}
+        registry = next(_registries(field), None)
         section = field.annotation if registry is None else registry.class_of(document)
-    return tuple(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else ()
+    return section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}

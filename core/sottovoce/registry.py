@@ -95,7 +95,7 @@ def _as_written(value: object, field: FieldInfo) -> object:
 def _number(value: object) -> object:
     if isinstance(value, bool):
         return Truth(value)
-    if isinstance(value, str) and _POWER.fullmatch(value) and float(value) < 2**63 and float(value).is_integer():
+    if isinstance(value, str) and _POWER.fullmatch(value) and float(value).is_integer():
         return int(float(value))
     return value
 

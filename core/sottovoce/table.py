@@ -114,7 +114,7 @@ class Table:
         Raises:
             SpecError: pyarrow is not installed.
         """
-        arrow = _library("pyarrow", "'sottovoce[audit]'")
+        arrow = _library("pyarrow")
         return arrow.table({name: arrow.array(column, from_pandas=True) for name, column in self.columns.items()})
 
     def to_pandas(self) -> Any:
@@ -215,7 +215,7 @@ def _latex(text: str) -> str:
     return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
 
 
-def _library(name: str, package: str | None = None) -> Any:
+def _library(name: str) -> Any:
     """A library that a table can be given to, imported only then.
 
     Raises:
@@ -224,4 +224,4 @@ def _library(name: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise SpecError(f"a table for {name} needs {name}: pip install {package or name}") from None
+        raise SpecError(f"a table for {name} needs {name}: pip install {name}") from None

@@ -79,7 +79,7 @@ class LearnerConfig:
         if re.fullmatch(LEARNER_NAME, self.name) is None:
             raise SpecError(f"a learner's name is part of file names: it must be {LEARNER_NAMES}, got {self.name!r}")
         if self.budget is not None and not 0 < self.budget < math.inf:
-            raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
+            raise SpecError(f"a learner's budget must be a positive, finite number, got {self.budget:g}")
         if not 0 <= self.join_timeout_s < math.inf:
             raise SpecError(f"--join-timeout must be a number of seconds, got {self.join_timeout_s:g}")
         require_address(self.listen, "--listen", listen=True)

@@ -22,7 +22,7 @@ from sottovoce.auditing.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.audit import _rows as audit_rows
-from sottovoce_client.auditing.audit import print_rows, show
+from sottovoce_client.auditing.audit import print_rows, print_verdict, show
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import audit_page
@@ -208,6 +208,18 @@ def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> 
     assert not re.search(
         r"\b(is|are) (safe|private|proven)\b", page.text.replace("does not show that the learner is private", "")
     )
+
+
+def test_a_weak_claim_is_amber_on_the_page_and_in_the_terminal(done: Audit) -> None:
+    for weak, tone, colour in ((True, "weak", "yellow"), (False, "consistent", "green")):
+        verdict = Verdict("consistent", "so", weak=weak)
+        text = audit_page(replace(done, verdict=verdict), "learner-1", 7).html()
+        assert f'<div class="verdict {tone}">' in text
+        assert ("Consistent with a weak claim: no violation was found" in text) == weak
+        console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+        print_verdict(verdict, "north", (), (), console)
+        code = {"yellow": "33", "green": "32"}[colour]
+        assert f"\x1b[{code}mCONSISTENT" in console.export_text(styles=True)
 
 
 def test_a_page_says_what_its_epsilon_lets_somebody_guess(done: Audit) -> None:

@@ -58,7 +58,10 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *more)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[dask\]'"), mapper_over("dask", 2):
+    with (
+        pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[dask\]'"),
+        mapper_over("dask", 2),
+    ):
         pass
 
 

@@ -19,7 +19,7 @@ from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.composition import epsilon_at
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
-from sottovoce.running.run import build_run
+from sottovoce.running.run import build_run, first_round_above
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
@@ -162,6 +162,41 @@ def test_curves_end_where_the_numbers_do(records: Path) -> None:
     assert event is not None and record is not None
     assert (event[-1], record[-1]) == pytest.approx((line.event, line.record))
     assert line.curve("output") is None
+
+
+def test_a_budget_that_ends_before_the_run_is_said_by_every_command_that_plans_it(
+    records: Path, tmp_path: Path
+) -> None:
+    path = str(written(records, privacy={"budget": 3.0}))
+    run = prepare(load_spec(Path(path))).run
+    t = first_round_above(run.guarantee(0, np.ones(15, np.int64)).per_round, 3.0)
+    assert t is not None and t > 0
+    stop = f"a in round {t}, b in round {t}, c in round {t} (rounds count from 0) would exceed it and sends no message"
+    commands = {
+        "check": ["spec", "check", path],
+        "budget": ["budget", path, "--out", str(tmp_path / "b")],
+        "simulate": ["simulate", path, "--out", str(tmp_path / "s")],
+        "calibrate": ["calibrate", path, "--epsilon", "9", "--out", str(tmp_path / "louder.yaml")],
+    }
+    told = {name: CliRunner().invoke(app, command) for name, command in commands.items()}
+    for name, result in told.items():
+        text = " ".join((result.stdout + result.stderr).split())
+        assert result.exit_code == 0 and "[BUDGET_ENDS]" in text and "what fits: rounds: " in text, name
+        assert name == "calibrate" or (stop in text and f"rounds: {t}, privacy.budget: " in text), name
+    document = json.loads((tmp_path / "b" / "budget.json").read_text(encoding="utf-8"))
+    assert document["warnings"][-1]["code"] == "BUDGET_ENDS"
+    assert "BUDGET_ENDS" in (tmp_path / "b" / "budget.html").read_text(encoding="utf-8")
+
+    enough = str(written(records, "enough", privacy={"budget": 1000.0}))
+    assert "BUDGET_ENDS" not in CliRunner().invoke(app, ["spec", "check", enough]).output
+
+
+def test_what_owners_without_a_policy_refuse_is_said_by_spec_check(records: Path) -> None:
+    dear = written(records, algorithm={"name": "ldp-dol", "sigma": 0.01})
+    result = CliRunner().invoke(app, ["spec", "check", str(dear)])
+    assert "the default policy allows epsilon_per_run 100, and the spec asks for " in result.output
+    assert "[DEFAULT_POLICY]" in result.output
+    assert "[DEFAULT_POLICY]" not in CliRunner().invoke(app, ["spec", "check", str(written(records))]).output
 
 
 # ---- calibrate -------------------------------------------------------------------------------------------------------

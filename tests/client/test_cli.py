@@ -205,7 +205,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
         (["up", written(tmp_path, "c.yaml", data=nan), *out], "must be a finite number, got nan"),
         (
             ["simulate", written(tmp_path, "e.yaml", algorithm={"name": "ldp-dol", "sigma": -1}), *out],
-            "sigma must be positive, got -1.0",
+            "sigma must be positive and finite, got -1.0",
         ),
         (["simulate", str(tmp_path / "none.yaml"), *out], "cannot read the run spec"),
         (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),

@@ -313,7 +313,7 @@ def test_summary_says_everything() -> None:
 
     for words in (
         "mushrooms finished: 500 of 500 rounds in 1.21 s, 412 rounds/s",
-        "Consistent with the promise",
+        "Consistent with a weak promise",
         "runs/mushrooms/capture",
         "two learners differ on at most 3.1 % of held-out records",
         "report    runs/mushrooms/report.html",

@@ -195,7 +195,7 @@ async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, con
 
 def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(SpecError, match=r"feeding Parquet needs pyarrow: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"feeding Parquet needs pyarrow: .*, pip install '\.\[audit\]'"):
         parquet_files([tmp_path / "a.parquet"])
 
 

@@ -36,7 +36,7 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     flags = ["--epsilons", "1,100000", "--runs", "200", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["gallery", *flags], terminal_width=100)
     assert done.exit_code == 0, done.output
-    assert "pip install 'sottovoce[torch]'" in done.output and "needs PyTorch" in done.output
+    assert "pip install '.[torch]'" in done.output and "needs PyTorch" in done.output
 
     document = json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))
     linear, gossip = document["attacks"]["linear"], document["attacks"]["gossip"]
@@ -51,7 +51,7 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert last["correct"] == last["runs"] == 200 and not last["covered"]
 
     page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
-    assert "pip install &#39;sottovoce[torch]&#39;" in page and "proves nothing" in page
+    assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
     rows = 4 + 4  # of two attacks: the true records, and three strips
     assert page.count('<img src="data:image/png;base64,') == exhibits.SHOWN * rows

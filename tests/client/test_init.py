@@ -214,7 +214,7 @@ def test_on_a_terminal_it_asks_what_no_option_says(
     assert code == 0, err
     assert "--label must be one of outcome, age, stay, weight, got 'nobody'" in err
     assert "--positive must name labels that occur, sick, well, got 'ill'" in err
-    assert "--epsilon must be a number above 0, got 'lots'" in err
+    assert "--epsilon must be a finite number above 0, got 'lots'" in err
     chosen = load_spec(spec)
     assert (chosen.n_learners, chosen.data.positive, chosen.budget_of(0)) == (2, ("sick",), 0.5)
 
@@ -263,8 +263,8 @@ def test_a_spelling_that_means_no_class_is_refused_with_those_there_are(tmp_path
         ({"label": "zip"}, "--label must be one of the columns, got 'zip' \\('outcome', 'age', 'stay', 'weight'\\)"),
         ({"learners": "0"}, "--learners must be how many"),
         ({"learners": "1000"}, "at most one for each of 240 records"),
-        ({"epsilon": float("nan")}, "--epsilon must be a number above 0"),
-        ({"epsilon": 1e-15}, "noise.epsilon must be above"),
+        ({"epsilon": float("nan")}, "--epsilon must be a finite number above 0"),
+        ({"epsilon": 1e-15}, "noise.epsilon must be finite and above"),
         ({"label_bound": 2.0}, "--label-bound must be left out where labels are classes"),
         ({"scale": "log"}, "--scale must be one of standard, range, none, got 'log'"),
     ],
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], s
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("number", {}, "--label-bound must be a number above 0, got ''"),
+        ("number", {}, "--label-bound must be a finite number above 0, got ''"),
         ("number", {"label_bound": 1.0, "positive": ("1",)}, "--positive must be left out where labels are numbers"),
         ("own learners", {"partition": "iid"}, "--partition must be left out: the column learner"),
         ("own learners", {"label": "outcome", "scale": "range"}, "no record of this file is held out"),

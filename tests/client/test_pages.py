@@ -82,7 +82,9 @@ def of_a_gallery(name: str) -> Page:
 
 def of_a_comparison(name: str) -> Page:
     curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
-    result = Result(name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves))
+    result = Result(
+        name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0))
+    )
     return compare_page([result, result])
 
 

@@ -56,6 +56,15 @@ def test_a_run_that_fits_is_told_clause_by_clause() -> None:
     assert "it stops where its ledger has reached epsilon 1,000 in 30 days or 40 in all runs" in text
 
 
+def test_a_limit_of_all_runs_that_this_run_alone_reaches_is_told_with_the_round() -> None:
+    _, text = checked(spec_of(), Policy(epsilon_per_run=None, epsilon_per_month=3.0, epsilon=1000.0))
+    losses = build_run(spec_of(), 31).planned_losses(0, 10)
+    t = int(np.flatnonzero(np.cumsum(losses) > 3.0)[0])
+    assert 0 < t < 10
+    assert f"this run alone reaches epsilon 3 in 30 days: it sends no message from round {t} of 10 on" in text
+    assert "reaches epsilon 1,000" not in text
+
+
 def test_a_run_that_does_not_fit_is_told_by_what() -> None:
     fits, text = checked(spec_of(telemetry={"accuracy": True}, capture="mirror"), Policy(epsilon_per_run=0.5))
     refused = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("refused")}

@@ -64,6 +64,26 @@ def test_a_check_shows_who_hears_whom_by_a_file(folder: Path) -> None:
     assert "graph: 1 edge: learner-0 and learner-1\n" in check(folder)
 
 
+def test_a_feature_that_is_always_the_same_and_a_learner_that_is_alone_are_noted(folder: Path) -> None:
+    assert "note: " not in check(folder)
+    rows = [f"{line},{'ward' if k == 0 else 7}" for k, line in enumerate(RECORDS.splitlines())]
+    (folder / "records.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    write(folder, ", label: outcome")
+    text = check(folder)
+    assert "note: ward has the same value in all records: nothing can be learned from it" in text
+    described = CliRunner().invoke(app, ["data", "describe", str(folder / "records.csv"), "--label", "outcome"]).output
+    assert "note: ward has the same value in all records" in " ".join(described.split())
+    path, out = str(folder / "records.csv"), str(folder / "own.yaml")
+    begun = CliRunner().invoke(
+        app, ["init", path, "--label", "outcome", "--learners", "1", "--rounds", "3", "--out", out]
+    )
+    assert "note: ward has the same value" in begun.output and "note: one learner has no neighbours" in begun.output
+
+    spec = (folder / "spec.yaml").read_text(encoding="utf-8").replace("learners: 2", "learners: 1")
+    (folder / "spec.yaml").write_text(spec, encoding="utf-8")
+    assert "note: one learner has no neighbours: it sends nothing to anybody" in check(folder)
+
+
 @pytest.mark.parametrize(("times", "more"), [(2, ""), (100, ", scale: standard"), (100, "")])
 def test_rows_that_a_loss_cuts_to_almost_nothing_are_told(folder: Path, times: int, more: str) -> None:
     rows = [line.split(",") for line in RECORDS.splitlines()[1:]]

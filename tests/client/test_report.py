@@ -16,15 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.reports import rendering
-from sottovoce_client.reports.drawing import Figure, finite, thinned
+from sottovoce_client.reports.drawing import Figure, View, finite, line, thinned
 from sottovoce_client.reports.heard import MOST_HEARD
+from sottovoce_client.reports.marks import Axis, Mark
 from sottovoce_client.reports.plots import run_figures, stacked
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.reports.verdict import exceeds, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
+from tests.client.paths import is_path, wrong_paths
 from tests.client.summaries import (
     boundless,
     capture,
@@ -390,6 +396,37 @@ def test_what_is_missing_is_not_drawn() -> None:
     assert ["1", "–", "–", "–"] in shown.rows
 
 
+NUMBERS = st.one_of(st.floats(-10, 1e6), st.sampled_from([math.nan, 0.0, -1.0, 1e300]))
+
+
+@given(st.data(), st.booleans(), st.sampled_from(["line", "dots", "bars", "area", "upright"]), st.integers(1, 12))
+def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log: bool, kind: Any, n: int) -> None:
+    def values() -> FloatArray:
+        return np.array(data.draw(st.lists(NUMBERS, min_size=n, max_size=n)))
+
+    x = np.sort(values())[:1] if kind == "upright" else np.arange(1.0, n + 1)
+    y = values()[: len(x)]
+    low = values()[: len(x)] if kind == "area" or (kind == "dots" and log) else None
+    step: Any = data.draw(st.sampled_from(["", "after", "middle"])) if kind == "line" else ""
+    drawn = Mark(kind, x, y, "wards", low=low, step=step)
+    text = str(Figure("f", "F", [drawn], (View("", Axis("x", log=log), Axis("y", log=log)),)).__html__())
+    assert wrong_paths(text) == []
+
+
+@pytest.mark.parametrize("y", [[1.0], [1.0, math.nan, 2.0, 3.0], [math.nan, 1.0, math.nan], [math.nan, math.nan]])
+def test_a_point_between_two_gaps_does_not_end_a_path(y: list[float]) -> None:
+    drawn = Figure(
+        "f", "F", [line(np.arange(len(y)), y, "wards", "blue")], (View("", Axis("x"), Axis("y")),)
+    ).__html__()
+    assert wrong_paths(drawn) == []
+    assert (
+        not is_path("M9762 238l")
+        and not is_path("M1 2Lnan 3")
+        and not is_path("1 2L3 4")
+        and is_path("M1 2h0M3 4l5-6 7 8")
+    )
+
+
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_cut_short_says_so(state: str) -> None:
     cut = tuple(replace(each, rounds=120) for each in summary().learners)
@@ -439,11 +476,21 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(importlib, "import_module", absent)
     rendering._templates.cache_clear()
-    with pytest.raises(SpecError, match=r"needs Jinja2: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"needs Jinja2: in a clone of the repository, pip install '\.\[audit\]'"):
         run_page(summary(2, 5)).html()
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("record", "tone"), [(WEAK_EPSILON, "consistent"), (10.01, "weak"), (26.87, "weak")])
+def test_a_weak_promise_is_amber_even_if_it_is_kept(record: float, tone: str) -> None:
+    one = learner("Aarhus", 500)
+    kept = Swap(1.0, 2.0, 3.0, np.zeros(500))
+    made = summary_of(replace(one, record=record, swap_event=kept, swap_record=kept))
+    found, text = verdict_of(made), run_page(made).html()
+    assert (found.kind, found.tone, found.weak) == ("consistent", tone, tone == "weak")
+    assert f'<div class="verdict {tone}">' in text and ("with a weak promise" in text) == found.weak
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,9 @@ def test_an_answer_in_csv_has_no_formula_and_no_command(tmp_path: Path) -> None:
 def test_a_table_of_markdown_has_its_own_lines_only() -> None:
     curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
     name = f"{HOSTILE}|x|"
-    result = Result(name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves))
+    result = Result(
+        name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0))
+    )
     lines = _as_markdown([result]).splitlines()
     assert [line.count(" | ") for line in lines] == [lines[0].count(" | ")] * 3
     assert not set(COMMANDS) & set(lines[2])

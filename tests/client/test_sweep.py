@@ -22,7 +22,7 @@ from sottovoce_client.reports.export import export, formats
 from sottovoce_client.reports.marks import Axis, styled
 from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import write_table
-from sottovoce_client.running.sweep import interval, sweep
+from sottovoce_client.running.sweep import RESULTS, interval, sweep
 from tests.core.test_experiment import small
 
 SIGMAS: dict[str, list[float]] = {"algorithm.sigma": [1, 4], "algorithm.lam0": [0.5, 1.0]}
@@ -147,6 +147,20 @@ def of_epsilon(*settings: tuple[object, float]) -> Table:
 def lines_of(table: Table, x: str = "") -> list[tuple[str, list[float], list[float]]]:
     (drawing,) = figures({"x": table}, x)
     return [(mark.name, mark.x.tolist(), mark.y.tolist()) for mark in drawing.marks if mark.kind != "area"]
+
+
+@pytest.mark.parametrize("field", ["algorithm.epsilon", "algorithm.noise.epsilon", "algorithm.alpha"])
+def test_a_privacy_level_is_drawn_by_the_epsilon_that_comes_of_it(field: str) -> None:
+    rows = [(level, "accuracy", 0.1 * level, 0.1 * level, 0.1 * level, level / 7, 3) for level in (1.0, 4.0, 16.0)]
+    table = Table.of((field, *RESULTS), rows)
+    (shown,) = figures({"sweep": table})
+    (view,), curve = shown.views, next(each for each in shown.marks if each.kind == "line")
+    assert view.x.title == "ε per event" and curve.x == pytest.approx([1 / 7, 4 / 7, 16 / 7])
+    (asked,) = figures({"sweep": table}, field)
+    assert asked.views[0].x.title == f"{field} (a parameter, not the ε per event)"
+    endless = Table.of((field, *RESULTS), [(*row[:5], math.inf, 3) for row in rows])
+    (unpromised,) = figures({"sweep": endless})
+    assert unpromised.views[0].x.title.startswith(field)
 
 
 def test_epsilon_may_be_across() -> None:
@@ -335,7 +349,7 @@ def test_what_figures_need_is_asked_for_before_the_work(tmp_path: Path, monkeypa
             "--out",
             str(tmp_path / "o"),
         ]
-        with pytest.raises(SpecError, match=r"pip install 'sottovoce\[plot\]'"):
+        with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[plot\]'"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
 
     assert formats("csv,latex") == ("csv", "latex")  # tables need nothing

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import NotReady
+from sottovoce.spec import dump_spec
 from sottovoce_client.lab.watching.view import Gauges
 from sottovoce_client.web import gather
 from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
@@ -20,6 +21,7 @@ from sottovoce_client.web.services import Asked, Places
 from sottovoce_client.web.view import CaptureLine
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks
+from tests.client.summaries import summary
 from tests.client.test_watch import a_sight
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, network
@@ -203,3 +205,33 @@ def test_services_of_nowhere(tmp_path: Path, text: str) -> None:
     (tmp_path / "services.json").write_text(text)
     with pytest.raises(NotReady, match="no run is up in"):
         Asked(tmp_path).now()
+
+
+async def test_a_run_that_is_over_is_shown_when_its_services_are_gone(tmp_path: Path) -> None:
+    spec = small_spec(20, NAMES, name="demo", capture="relay")
+    (tmp_path / "demo").mkdir()
+    over = replace(summary(3, 20), name="demo", run_id="demo-1", spec_yaml=dump_spec(spec))
+    over = replace(
+        over, learners=tuple(replace(each, name=name) for each, name in zip(over.learners, NAMES, strict=True))
+    )
+    over.save(tmp_path / "demo" / "summary.json")
+    older = replace(
+        over, run_id="demo-0", started_at="2020-01-01T00:00:00+00:00", state="failed", detail="north is gone"
+    )
+    (tmp_path / "older").mkdir()
+    older.save(tmp_path / "older" / "summary.json")
+    (tmp_path / "broken").mkdir()
+    replace(over, run_id="demo-2", spec_yaml="[").save(tmp_path / "broken" / "summary.json")
+
+    asked = Asked(tmp_path, Places("", "", None))
+    async with looking(asked) as until:
+        page = await until(lambda page: page["run"])
+    run = page["run"]
+    assert (run["run_id"], run["state"], run["round"], run["rounds"]) == ("demo-1", "finished", over.rounds_done, 20)
+    assert [each["name"] for each in run["learners"]] == NAMES
+    assert [each["epsilon"] for each in run["learners"]] == [each.spent for each in over.learners]
+    assert len(run["edges"]) == 3 and sum(each["messages"] for each in run["edges"]) > 0
+    assert [(each["run_id"], each["state"]) for each in page["runs"]] == [("demo-1", "finished"), ("demo-0", "failed")]
+    async with looking(asked, "demo-0") as until:
+        page = await until(lambda page: page["run"])
+    assert (page["run"]["state"], page["run"]["detail"]) == ("failed", "north is gone")

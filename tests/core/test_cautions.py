@@ -1,14 +1,19 @@
-"""What of a run's records its owner is told: that they end before the run, and that their labels tell little."""
+"""What the owner of a run is told before it begins: its budget or its records end early, or its labels tell little."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sottovoce.experiment import prepare
+from sottovoce.errors import BudgetExhausted
+from sottovoce.experiment import foresee, prepare
 from sottovoce.spec import parse_spec
+from sottovoce.yaml_files import parse_yaml
+from sottovoce_learner.books import Books
 
 
 def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:
@@ -34,7 +39,8 @@ def test_records_that_end_before_the_run_are_told(tmp_path: Path) -> None:
     text = told(tmp_path, rows(0, 1), {"test_fraction": 0.2, "batch_size": 2}, rounds=50)["RECORDS_END"]
     assert text.startswith("the records last 2 of 50 rounds at every learner: after that nothing more is learned")
     assert (
-        "losses count as 0" in text and "set rounds to at most 2, take a smaller data.batch_size, or data.reuse" in text
+        "average_loss is over the rounds that bring records" in text
+        and "set rounds to at most 2, take a smaller data.batch_size, or data.reuse" in text
     )
 
 
@@ -86,3 +92,54 @@ def test_one_class_is_told(tmp_path: Path, loss: Any) -> None:
 def test_numbers_are_no_classes(tmp_path: Path) -> None:
     assert told(tmp_path, rows(1, 2, 3), {"test_fraction": 0.2}, loss={"kind": "ridge", "label_bound": 3.0}) == {}
     assert told(tmp_path, rows(1), {"test_fraction": 0.2}, loss={"kind": "ridge", "label_bound": 3.0}) == {}
+
+
+# ---- a budget that is less than the planned rounds cost ---------------------------------------------------------------
+
+BUDGETED: list[dict[str, Any]] = [
+    {"algorithm": {"name": "ldp-dol", "sigma": 2.0}, "privacy": {"budget": 1.5}},
+    {"algorithm": {"name": "ldp-dol", "sigma": [1.0, 2.0]}, "privacy": {"budget": [0.3, 1.5]}},
+    {"algorithm": {"name": "dola", "noise": {"kind": "calibrated", "epsilon": 3.0}}, "privacy": {"budget": 2.0}},
+    {
+        "algorithm": {"name": "dola", "noise": {"kind": "calibrated", "epsilon": 90.0, "charged": "every_round"}},
+        "privacy": {"budget": 2.0},
+    },
+    {"algorithm": {"name": "dpsda-c", "epsilon": 4.0}, "data": {"partition": "shared"}, "privacy": {"budget": 1.0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", BUDGETED, ids=lambda each: str(each["algorithm"]))
+def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(changes: dict[str, Any]) -> None:
+    document = {"rounds": 30, "learners": 2, "data": {"reuse": True}, "loss": {"ridge": 0.0}, **changes}
+    document["data"] = {"reuse": True, **document["data"]}
+    found = prepare(parse_spec(document, imports=True))
+    text = next(each.text for each in found.cautions if each.code == "BUDGET_ENDS")
+    told = {int(name): int(t) for name, t in re.findall(r"learner-(\d) in round (\d+)", text)}
+    stopped = {}
+    for i, own in enumerate(found.data.learners):
+        books = Books(found.run.algorithm.accountant(i), found.run.spec.budget_of(i))
+        t = 0
+        try:
+            for t, records in enumerate(np.diff(own.offsets).tolist()):
+                books.charge(books.price(t))
+                books.round_over(records)
+        except BudgetExhausted:
+            stopped[i] = t
+    assert told == stopped and stopped
+
+    rounds, budget = re.search(r"rounds: (\d+)", text), re.search(r"privacy\.budget: (\[[^]]*\]|[\d.e+-]+),", text)
+    assert budget is not None
+    fitting = [{"privacy": {"budget": parse_yaml(budget[1])}}] + ([{"rounds": int(rounds[1])}] if rounds else [])
+    for fits in fitting:
+        cautions = prepare(parse_spec({**document, **fits}, imports=True)).cautions
+        assert "BUDGET_ENDS" not in {each.code for each in cautions}, fits
+
+
+def test_a_budget_that_is_enough_or_is_what_ends_the_run_is_no_matter() -> None:
+    document = {"rounds": 30, "learners": 2, "algorithm": {"name": "ldp-dol", "sigma": 2.0}, "privacy": {"budget": 1e4}}
+    assert "BUDGET_ENDS" not in {each.code for each in prepare(parse_spec(document, imports=True)).cautions}
+    live = {**document, "rounds": None, "data": {"source": "live", "features": 3}, "privacy": {"budget": 1.5}}
+    assert prepare(parse_spec(live, imports=True), live=True).cautions == ()
+    (caution,) = foresee(parse_spec(live, imports=True), 30, 1.0).cautions
+    (planned,) = prepare(parse_spec({**live, "rounds": 30}, imports=True), live=True).cautions
+    assert caution.code == planned.code == "BUDGET_ENDS" and caution.text == planned.text

@@ -176,7 +176,7 @@ def test_delta_must_be_a_probability(delta: float) -> None:
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_distribution", None)
-    with pytest.raises(SpecError, match=r"sottovoce\[accounting\]"):
+    with pytest.raises(SpecError, match=r"pip install '\.\[accounting\]'"):
         epsilon_at(1e-6, np.ones(2), Mechanism.LAPLACE)
 
 

@@ -79,13 +79,13 @@ def test_the_made_source_is_what_is_said_of_it_and_the_same_at_every_call() -> N
 
 def test_scikit_learn_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(SpecError, match=r"needs scikit-learn: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"needs scikit-learn: in a clone of the repository, pip install '\.\[audit\]'"):
         load("digits")
 
 
 def test_pyarrow_missing_says_what_to_install(csv: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SpecError, match=r"needs pyarrow: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"needs pyarrow: in a clone of the repository, pip install '\.\[audit\]'"):
         load(csv("a,y\n1,0\n2,1\n"))
 
 

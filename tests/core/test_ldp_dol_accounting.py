@@ -535,7 +535,7 @@ def test_infinite_horizon_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(builtins, "__import__", without_scipy)
     assert infinite_horizon("loose", LOGISTIC, SCHEDULES, LEARNER) == math.inf
-    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[audit\]'"):
         infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER)
 
 

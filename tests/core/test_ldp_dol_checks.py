@@ -91,7 +91,7 @@ def test_step_sizes_must_be_positive(field: str, code: str, value: float) -> Non
     changes: dict[str, Any] = {field: value}
     failure = refusal(**changes)
     assert failure.code == code
-    assert failure.text == f"lam0 and gam0 must be positive, got {field}={value}"
+    assert failure.text == f"lam0 and gam0 must be positive and finite, got {field}={value}"
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0, 0.3, math.nan])
@@ -111,7 +111,7 @@ def test_exponents_just_inside_pass() -> None:
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_sigma_must_be_positive_for_every_learner(value: float) -> None:
     failure = refusal(sigma=(1.0, 1.0, value))
-    assert (failure.code, failure.text) == ("SIGMA", f"sigma must be positive, got {value}")
+    assert (failure.code, failure.text) == ("SIGMA", f"sigma must be positive and finite, got {value}")
 
 
 @pytest.mark.parametrize("value", [0.5, -0.01, math.nan])

@@ -183,7 +183,8 @@ def test_losses_and_regrets_are_their_definitions() -> None:
         after = steps[T].after
         spread = np.linalg.norm(after - after.mean(axis=0), axis=-1)
         wanted = {
-            "average_loss": cost / (3 * rounds),
+            "average_loss": cost
+            / sum(len(of_rounds(own, t, t)[1]) > 0 for own in data.learners for t in range(rounds)),
             "static_regret": cost - whole,
             "dynamic_regret": cost - rounds_best,
             "instantaneous_regret": now,
@@ -255,7 +256,34 @@ def test_rounds_without_records_cost_nothing() -> None:
     learner = LearnerData(np.ones((1, 3)), np.ones(1), np.zeros(0, np.int64), np.zeros(4, np.int64))
     found = measured(run, PlacedData((learner, learner), np.ones((2, 3)), np.ones(2)), SeededNoise(1))
     assert found["static_regret"].mean.tolist() == [0.0, 0.0, 0.0]
-    assert found["average_loss"].final == 0.0
+    for name in ("average_loss", "tracking_error", "tracking_error_of_mean", "instantaneous_regret"):
+        assert np.isnan(found[name].mean).all(), name
+    assert found.with_records.tolist() == [0.0, 0.0, 0.0] and not found.all_with_records
+
+
+def test_rounds_after_the_last_record_change_no_average() -> None:
+    """Records in the first 5 rounds, one learner without any: averages are over the rounds that had them."""
+    loss = {"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0}
+    short, long = small_run(5, 3, loss=loss), small_run(40, 3, loss=loss)
+    generator = np.random.default_rng(8)
+    x = generator.normal(size=(5, 3))
+    y = (x[:, 0] > 0).astype(np.float64)
+
+    def placed(rounds: int) -> PlacedData:
+        own = LearnerData(x, y, np.arange(5), np.minimum(np.arange(rounds + 1), 5))
+        none = LearnerData(x, y, np.zeros(0, np.int64), np.zeros(rounds + 1, np.int64))
+        return PlacedData((own, own, none), x, y)
+
+    until, after = measured(short, placed(5), no_noise), measured(long, placed(40), no_noise, at=(5, 20, 40))
+    assert until["average_loss"].final > 0.1
+    assert after["average_loss"].mean == pytest.approx([until["average_loss"].final] * 3)
+    assert after.with_records == pytest.approx([10 / 3] * 3) and not until.all_with_records
+    full = measured(small_run(5, 2), PlacedData(placed(5).learners[:2], x, y), no_noise)
+    assert full.all_with_records and full.with_records.tolist() == [1, 2, 3, 4, 5]
+    *_, last = simulate(short, placed(5), no_noise, 1)  # F_t is the mean over the two learners that have records
+    _, value = least(lambda theta: record_loss(theta, x, y))
+    regret = np.mean([record_loss(last.before[i, 0], x, y) - value for i in range(3)])
+    assert until["instantaneous_regret"].final == pytest.approx(regret, abs=1e-6)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 20, 25, 26, 30, 40, 60, 2000, 10**7])

@@ -239,7 +239,7 @@ def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
 
 def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opendp.prelude", None)
-    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[opendp\]'"):
+    with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[opendp\]'"):
         OpenDpNoise()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.simulated import Recording, Share, overhear
 from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce.privacy.guarantee import WEAK_EPSILON, ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
 
@@ -68,6 +70,17 @@ def test_what_rests_on_coins_is_no_evidence_where_these_are_none() -> None:
     )
     loud = Findings(100, levels, 1.0, leak, excess=Excess(3, 2, 9.0, 1.0, 5), void=void.void)
     assert decide(loud).kind == "refuted" and decide(loud).evidence[-1] == void.void
+
+
+@pytest.mark.parametrize(("claim", "weak"), [(0.5, False), (WEAK_EPSILON, False), (10.01, True), (26.87, True)])
+def test_a_claim_that_is_kept_may_be_weak(claim: float, weak: bool) -> None:
+    levels = Levels(0.05)
+    kept = decide(Findings(100, levels, claim))
+    assert (kept.kind, kept.weak) == ("consistent", weak)
+    assert ("an epsilon above 10 rules out almost nothing" in kept.text) == weak
+    leak = levels.judged("worlds", (starts(100, 100, (40, 0)).test(),))
+    assert not decide(Findings(100, levels, claim, leak)).weak
+    assert not decide(Findings(100, levels, math.inf)).weak
 
 
 # ---- in an audit -----------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_every_problem_gets_a_line() -> None:
 @pytest.mark.parametrize("value", [0, 0.0, -2.5, float("nan"), float("inf")])
 def test_a_noise_scale_must_be_positive(value: float) -> None:
     spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}), imports=True)
-    with pytest.raises(CheckFailed, match=rf"sigma must be positive, got {float(value)} \[SIGMA\]"):
+    with pytest.raises(CheckFailed, match=rf"sigma must be positive and finite, got {float(value)} \[SIGMA\]"):
         build_run(spec, 3)
 
 

@@ -90,7 +90,7 @@ def test_names_alone_are_learners_of_which_all_is_the_same(tmp_path: Path) -> No
         ("learners: [a/b]", "a name is part of file names"),
         ("learners: [3]", "a name is part of file names"),
         ("learners: [a]\nbudget: much", "budget: must be a number"),
-        ("learners: [a]\nbudget: -1", "learner a: a learner's budget must be a positive number, got -1"),
+        ("learners: [a]\nbudget: -1", "learner a: a learner's budget must be a positive, finite number, got -1"),
         ("learners: {a: , b: {policy: /none/there.yaml}}", "learner b: cannot read the policy /none/there.yaml"),
         ("learners: {a: , b: {owner: [bob]}}", "learner b: "),
         ("learners: [a, b]\nlisten: 127.0.0.1:7401", "an address each, got listen 127.0.0.1:7401 for both a and b"),

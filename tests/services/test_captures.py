@@ -94,7 +94,7 @@ async def test_a_path_needs_no_fsspec(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "fsspec", None)
     await captured(tmp_path, conversation(1))
     assert open_capture(tmp_path).totals()[0] == 2
-    with pytest.raises(SpecError, match=r"needs fsspec: pip install 'sottovoce\[audit\]'"):
+    with pytest.raises(SpecError, match=r"needs fsspec: in a clone of the repository, pip install '\.\[audit\]'"):
         open_capture("memory://x")
 
 

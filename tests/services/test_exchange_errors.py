@@ -460,7 +460,12 @@ UNFIT = [
     (document(colour="red"), 3, "SpecError", "unknown field colour"),
     (document(algorithm={"name": "sgd"}), 3, "SpecError", "got 'sgd'"),
     (document(topology=EDGES), 3, "CheckFailed", "the communication graph is not connected"),
-    (document(algorithm={"name": "ldp-dol", "sigma": 0}), 3, "CheckFailed", "sigma must be positive, got 0.0"),
+    (
+        document(algorithm={"name": "ldp-dol", "sigma": 0}),
+        3,
+        "CheckFailed",
+        "sigma must be positive and finite, got 0.0",
+    ),
     (document(algorithm={"name": "ldp-dol", "sigma": [1.0]}), 3, "SpecError", "one number per learner (4), got 1"),
     (document(), 0, "SpecError", "n_features must be at least 1, got 0"),
     (document(learners=1025), 3, "SpecError", "at most 1024 learners, got 1025"),

@@ -280,7 +280,9 @@ def print_verdict(
         notes: a line each.
         console: where to.
     """
-    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), _COLOURS[verdict.kind])))
+    console.print(
+        Text.assemble((name, "bold"), " ", (verdict.kind.upper(), "yellow" if verdict.weak else _COLOURS[verdict.kind]))
+    )
     console.print(Text(verdict.text))
     for more in verdict.evidence[1:_TOLD]:
         console.print(Text(f"also: {more}"))

@@ -15,6 +15,7 @@ from sottovoce.auditing.bounds import Bound, ceiling
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.twins import Twins
 from sottovoce.auditing.verdict import Findings, decide
+from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce.spec import dump_spec
 from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
@@ -69,6 +70,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "shares": [
             (part, found.levels.of(family, part)) for family, parts in found.levels.shares.items() for part in parts
         ],
+        "weak_epsilon": WEAK_EPSILON,
         "best_guess": 100.0 / (1.0 + math.exp(-plan.epsilon)),  # of a coin, in the worst case
         "most_evidence": _MOST_EVIDENCE,
         "most_rounds": _MOST_ROUNDS,

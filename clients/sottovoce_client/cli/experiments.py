@@ -114,7 +114,7 @@ def plot(
             "--x",
             metavar="COLUMN",
             help="What is across, of a sweep: epsilon (per event), or a field that was changed.",
-            show_default="the first changed field with numbers; of a comparison epsilon",
+            show_default="the first changed field with numbers; epsilon for a privacy level, and of a comparison",
         ),
     ] = "",
     log: Annotated[

@@ -203,10 +203,12 @@ def tradeoff(
         1.0,
     ),
     threshold: Annotated[
-        float | None, typer.Option(help="Largest acceptable loss.", show_default="that at the smallest level")
+        float | None,
+        real(least=-1e100, most=1e100, help="Largest acceptable loss.", show_default="that at the smallest level"),
     ] = None,
     ceiling: Annotated[
-        float | None, typer.Option(help="Largest acceptable epsilon.", show_default="the largest level")
+        float | None,
+        real(least=1e-100, most=1e100, help="Largest acceptable epsilon.", show_default="the largest level"),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions at every level.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,

@@ -19,13 +19,14 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
     from sottovoce.data.folders import data_folders
+    from sottovoce.running.policy import default_policy_caution
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.data.reading import graph_lines
-    from sottovoce_client.wording import plural
+    from sottovoce_client.wording import ALONE, plural
 
     prepared = prepared_from(load_spec(spec), live=True)
-    warnings = [*prepared.run.warnings, *prepared.cautions]
+    warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run)]
     if not prepared.run.spec.data.live:
         from sottovoce_client.data.reading import long_rows
 
@@ -47,6 +48,8 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
             typer.echo(plain(line))
     for line in graph_lines(prepared.run.spec):
         typer.echo(plain(line))
+    if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # which is for one
+        typer.echo(f"note: {ALONE}")
     but = f", but for {plural(len(warnings), 'warning')} above" if warnings else ""
     typer.echo(f"{spec}: {plural(prepared.run.spec.n_learners, 'learner')}, {width}: fine{but}")
     run, data = prepared.run, prepared.data

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from sottovoce.plain import plain
 from sottovoce_client.cli.app import MOST, AsJson, app, real
 
 
@@ -131,8 +132,6 @@ def _ask(question: str, usual: str) -> str:
 
 
 def _say(text: str) -> None:
-    from sottovoce.plain import plain
-
     typer.echo(plain(text), err=True)
 
 

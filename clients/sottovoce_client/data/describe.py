@@ -27,6 +27,8 @@ from sottovoce_client.wording import plural
 
 _MOST_ROWS = 24
 """Of features that are shown, and of classes."""
+_NAMED = 8
+"""Constant features that are named."""
 _BLOCK = 64
 """Features that are looked at together, so that a large table needs no second copy of itself."""
 
@@ -81,6 +83,21 @@ def _kind(least: float, most: float, whole: bool) -> str:
     if not whole:
         return "numbers"
     return "0 or 1" if (least, most) == (0, 1) else "whole numbers"
+
+
+def constant_note(table: RawTable) -> str:
+    """The features that have one value in all records, in a sentence; empty where there is none."""
+    spread = np.ptp(table.features, axis=0)
+    names = table.columns or [f"column {k}" for k in range(table.features.shape[1])]
+    same = [name for name, width in zip(names, spread, strict=True) if not width]
+    if not same or len(table.labels) < 2:
+        return ""
+    more = f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    has, it, its = ("has", "it", "its") if len(same) == 1 else ("have", "them", "their")
+    return (
+        f"{', '.join(same[:_NAMED])}{more} {has} the same value in all records: nothing can be learned from {it}, and every "
+        f"message carries {its} noise; leave {it} out"
+    )
 
 
 def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
@@ -154,6 +171,8 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     rows += [*_originals(known)] if known else []
     console.print(_facts(rows))
     _print_features(table, console)
+    if note := constant_note(table):
+        console.print(Text(f"note: {note}"), soft_wrap=True)
     classes = classes_of(table)
     if classes is None or len(classes) > 1:
         console.print("\nA spec that uses it:\n", style="dim")

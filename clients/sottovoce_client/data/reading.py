@@ -14,6 +14,7 @@ from sottovoce.data.files import AnyArray, RawTable
 from sottovoce.data.labels import map_labels, texts_of
 from sottovoce.losses import Loss
 from sottovoce.spec import RunSpec
+from sottovoce_client.data.describe import constant_note
 from sottovoce_client.wording import count, number, plural
 
 _SHOWN = 5
@@ -78,6 +79,8 @@ def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
         yield f"first line: names of the columns, for {table.header}"
     intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
     yield f"features: {len(names)} ({_some(names)}){intercept}"
+    if note := constant_note(table):
+        yield f"note: {note}"
     label = "label" if table.label is None else f"label, column {table.label!r}"
     yield f"{label}: {_meaning(table.labels, spec.loss, spec.data.positive)}"
     yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {_some((*names[:_COLUMNS], 'label'), _COLUMNS + 1)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from sottovoce.budget.composition import (
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import Event, Guarantee
+from sottovoce.running.cautions import BUDGET_ENDS
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
@@ -118,6 +119,7 @@ def budget(
             console.out(_plain(line, question), highlight=False)
     if supposed := question.supposed(run):
         console.print(f"{supposed}; fewer cost more where means are learned from", highlight=False, soft_wrap=True)
+    run = replace(run, warnings=(*run.warnings, *(each for each in prepared.cautions if each.code == BUDGET_ENDS)))
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))

@@ -14,6 +14,8 @@ from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
+from sottovoce.running.cautions import budget_cautions
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, move_paths, read_document
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new
@@ -47,6 +49,8 @@ def calibrate_to(
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
+    for finding in budget_cautions(build_run(found.spec, prepared.data.n_features), prepared.data):
+        console.print(f"warning: {finding.text} [{finding.code}]", highlight=False, markup=False, soft_wrap=True)
     document = _with_algorithm(source, spec.algorithm, found, out)
     text = yaml.safe_dump(document, sort_keys=False)
     if out is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.running.policy import DAYS, Policy, dump_policy, load_policy
-from sottovoce.running.run import Run
+from sottovoce.running.policy import DAYS, PRICED, Policy, dump_policy, load_policy
+from sottovoce.running.run import Run, first_round_above
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
 
@@ -51,15 +52,20 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     verdict = "would take part" if fits else "would not take part"
     out.out(f"{run.spec.names[learner]} {verdict} in {run.spec.name}", highlight=False)
     limits = {f"{DAYS} days": policy.epsilon_per_month, "all runs": policy.epsilon}
+    stops = _first_rounds_above(run, learner, {**limits, "privacy.budget": run.spec.budget_of(learner)}) if fits else {}
     told = [f"{number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
     if told and fits:
         text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
+        out.out(text, highlight=False)
+    for what, t in stops.items():
+        text = f"this run alone reaches {what}: it sends no message from round {t} of {run.spec.rounds} on (counted from 0)"
         out.out(text, highlight=False)
     terminal.tell(
         lambda: {
             "learner": run.spec.names[learner],
             "run": run.spec.name,
             "takes_part": fits,
+            "first_round_not_sent": min(stops.values(), default=None),
             "clauses": [
                 {"clause": each.clause, "allows": each.allows, "asks": each.asks, "fits": each.fits}
                 for each in findings
@@ -67,3 +73,13 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
         }
     )
     return fits
+
+
+def _first_rounds_above(run: Run, learner: int, limits: Mapping[str, float | None]) -> dict[str, int]:
+    """The first round in which a run alone would exceed a limit of its learner, by what the limit is called."""
+    held = {what: limit for what, limit in limits.items() if limit is not None}
+    losses = run.planned_losses(learner, PRICED) if held else None
+    if losses is None:
+        return {}
+    found = {f"epsilon {number(limit)} in {what}": first_round_above(losses, limit) for what, limit in held.items()}
+    return {what: t for what, t in found.items() if t is not None}

@@ -50,6 +50,8 @@ def widest(up: Scale) -> int:
 def mark(each: Mark, across: Scale, up: Scale) -> str:
     """What a mark adds to the inner drawing."""
     if each.kind == "upright":
+        if not np.isfinite(_across(each.x, across)[0]):
+            return ""
         return f'<path {_look(each)} d="M{_across(each.x, across)[0]:.0f} 0V{_UNITS}"/>'
     if each.kind == "image":
         data = base64.b64encode(each.image).decode()
@@ -63,7 +65,10 @@ def mark(each: Mark, across: Scale, up: Scale) -> str:
         return _bars(each, across, up)
     whiskers = ""
     if each.low is not None:
-        ends = zip(x, _up(each.y - each.low, up), _up(each.y + each.low, up), strict=True)
+        low, high = _up(each.y - each.low, up), _up(each.y + each.low, up)
+        low = np.where(np.isnan(low), _FAR, low)  # below zero, where the axis is logarithmic
+        known = np.isfinite(x) & np.isfinite(high)
+        ends = zip(x[known], low[known], high[known], strict=True)
         path = "".join(f"M{a:.0f} {b:.0f}V{c:.0f}" for a, b, c in ends)
         whiskers = f'<path class="line {each.colour}" stroke-width="1.2" d="{path}"/>'
     if each.kind == "dots":
@@ -122,6 +127,8 @@ def _dots(each: Mark, x: FloatArray, y: FloatArray) -> str:
 
 def _area(each: Mark, x: FloatArray, top: FloatArray, bottom: FloatArray) -> str:
     known = np.isfinite(x) & np.isfinite(top) & np.isfinite(bottom)
+    if not known.any():
+        return ""
     there, back = _path(x[known], top[known]), _path(x[known][::-1], bottom[known][::-1])
     edges = f'<path class="edge {each.colour}" d="{there}{back}"/>' if each.width else ""
     return f'<path class="filled {each.colour}" d="{there}{back.replace("M", "L")}Z"/>{edges}'
@@ -140,15 +147,18 @@ def _bars(each: Mark, across: Scale, up: Scale) -> str:
 
 
 def _path(x: FloatArray, y: FloatArray) -> str:
-    """Lines through points; a gap where one is missing. Each point is written as seen from the one before it."""
-    drawn, last = [], None
-    known = (np.isfinite(x) & np.isfinite(y)).tolist()
-    for a, b, seen in zip(np.nan_to_num(x).round().tolist(), np.nan_to_num(y).round().tolist(), known, strict=True):
-        if seen and last is None:
-            drawn.append(f"M{a:.0f} {b:.0f}l")
-        elif seen and last is not None:
-            drawn.append(f"{a - last[0]:.0f} {b - last[1]:.0f} ")
-        last = (a, b) if seen else None
+    """Lines through points; a gap where one is missing. Each point is written as seen from the one before it.
+
+    A point between two gaps is a line of length 0: a command without numbers would end the whole path.
+    """
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = np.nan_to_num(x).round(), np.nan_to_num(y).round()
+    edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
+    drawn = []
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        steps = zip(np.diff(x[first:end]).tolist(), np.diff(y[first:end]).tolist(), strict=True)
+        path = "l" + "".join(f"{a:.0f} {b:.0f} " for a, b in steps) if end - first > 1 else "h0"
+        drawn.append(f"M{x[first]:.0f} {y[first]:.0f}{path}")
     return "".join(drawn)
 
 

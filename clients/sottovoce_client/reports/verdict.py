@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sottovoce.privacy.guarantee import overall
+from sottovoce.privacy.guarantee import WEAK_EPSILON, overall
 from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
 from sottovoce_client.wording import ciphertext_line, number, plural, reached_of, share, size
 
@@ -28,11 +28,17 @@ _NEARLY_SURE = 0.9995
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """A headline, and the sentence that gives its reason."""
+    """A headline, and the sentence that gives its reason; `weak`: a promise that is kept, and is above `WEAK_EPSILON`."""
 
     kind: Literal["consistent", "refuted", "open"]
     headline: str
     text: str
+    weak: bool = False
+
+    @property
+    def tone(self) -> str:
+        """The colour of the headline, on the page and in the terminal: amber for a weak promise."""
+        return "weak" if self.weak else self.kind
 
 
 def exceeds(loss: float, budget: float) -> bool:
@@ -104,7 +110,10 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         text = f"Only the first {examined} of {plural(summary.rounds_done, 'round')} could be examined: later messages are "
         text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
         return _Verdict("open", "Too few messages were recorded to tell", text)
-    return _Verdict("consistent", "Consistent with the promise", f"{found}. The promise allows {number(swap.budget)}.")
+    text = f"{found}. The promise allows {number(swap.budget)}."
+    if overall((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
+        return _Verdict("consistent", "Consistent with a weak promise", text, weak=True)
+    return _Verdict("consistent", "Consistent with the promise", text)
 
 
 def _untested(summary: RunSummary) -> _Verdict:

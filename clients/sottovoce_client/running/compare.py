@@ -250,7 +250,7 @@ def _rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def _row(result: Result, name: str) -> tuple[str, ...]:
-    regret = _final(result, "static_regret", 1.0 / result.rounds)
+    regret = _final(result, "static_regret", 1.0 / (float(result.curves.with_records[-1]) or math.nan))
     return (
         name,
         result.algorithm,
@@ -384,6 +384,6 @@ def _lines(result: Result, name: str, metric: str, k: int, *, banded: bool) -> l
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
     rounds, curve, (colour, dash) = result.curves.rounds, result.curves[metric], styled(k)
     mean = line(rounds, curve.mean, short(name, 40), colour, dash=dash)
-    if not (banded and np.isfinite(curve.error).all()):
+    if not (banded and np.isfinite(curve.error).any()):
         return [mean]
     return [band(rounds, curve.mean - 2 * curve.error, curve.mean + 2 * curve.error, colour), mean]

@@ -45,7 +45,7 @@ MOST_NOTICED = 3
 """Lines on misconduct that the live display shows at most."""
 _NAMED = 3
 """Learners that a line names at most, where more are away."""
-_KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
+_KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow", "weak": "yellow"}
 _STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
 _Clock = Callable[[], float]
@@ -344,7 +344,7 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
     verdict = verdict_of(summary)
     for name, text in statements(summary).items():
-        headline = Text.assemble((verdict.headline, _KINDS[verdict.kind]), ". ") if name == "found" else Text()
+        headline = Text.assemble((verdict.headline, _KINDS[verdict.tone]), ". ") if name == "found" else Text()
         yield name, headline + Text(text)
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"

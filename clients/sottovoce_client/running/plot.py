@@ -33,6 +33,8 @@ WRITTEN = ("metrics.parquet", "sweep.parquet", "compare.json")
 _SETTING = "spec"
 """What differs between the rows of a comparison: the specs."""
 EPSILON = "epsilon"
+_PRIVACY_PARAMETERS = ("epsilon", "alpha", "final_alpha")
+"""Last parts of fields by which algorithms are asked for a privacy level, each in its own sense."""
 _ORDERED = ", in the order of the legend"
 
 
@@ -125,8 +127,8 @@ def figures(tables: Mapping[str, Table], x: str = "", log: Collection[str] | Non
 
     Args:
         tables: by the name of their lines; all of simulations, or all of sweeps and comparisons.
-        x: what is across: of sweeps `epsilon` or a changed field (default: the first one with numbers, of a comparison
-            `epsilon`); of simulations the rounds alone.
+        x: what is across: of sweeps `epsilon` or a changed field (default: the first one with numbers, and `epsilon` where that
+            is a privacy level by the algorithm's own reckoning; of a comparison `epsilon`); of simulations the rounds alone.
         log: which of `x` and `y` are logarithmic (default: rounds, and whatever spans two decades).
 
     Raises:
@@ -209,16 +211,24 @@ def _across(table: Table, x: str) -> str:
     changed = _changed(table)
     if x and x not in (EPSILON, *changed):
         raise SpecError(f"--x must be epsilon or a field that was changed, {', '.join(changed)}, got {x}")
-    numbers = [name for name in changed if _numeric(table, name)]
-    across = x or (EPSILON if changed == [_SETTING] else next(iter([*numbers, *changed])))
+    first = next(iter([*(name for name in changed if _numeric(table, name)), *changed]))
+    promised = changed == [_SETTING] or (_is_privacy_parameter(first) and np.isfinite(as_floats(table[EPSILON])).any())
+    across = x or (EPSILON if promised else first)
     if across == EPSILON and not np.isfinite(as_floats(table[EPSILON])).any():
         raise SpecError("over epsilon there must be a finite one, and all of these promise nothing: take another --x")
     return across
 
 
+def _is_privacy_parameter(field: str) -> bool:
+    """Whether a field asks for an epsilon of its algorithm's own, which need not be that of a record over the run."""
+    return field.rpartition(".")[2] in _PRIVACY_PARAMETERS
+
+
 def _title(table: Table, x: str) -> str:
     if (across := _across(table, x)) == EPSILON:
         return "ε per event"
+    if _is_privacy_parameter(across):
+        return f"{across} (a parameter, not the ε per event)"
     return across if _numeric(table, across) else f"{across}{_ORDERED}"
 
 

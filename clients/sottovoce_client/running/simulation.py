@@ -185,7 +185,8 @@ def means(curves: Curves) -> dict[str, Any]:
     The standard error is by the spread over the replicas; null where there is one replica.
     """
     found = {name: {"mean": curve.mean, "standard_error": curve.error} for name, curve in curves.curves.items()}
-    return {"rounds": curves.rounds, "metrics": found}  # done, where it was measured
+    # done, where it was measured; and those of them that brought records, on average over the learners
+    return {"rounds": curves.rounds, "rounds_with_records": curves.with_records, "metrics": found}
 
 
 def finals(curves: Curves) -> dict[str, Any]:
@@ -205,3 +206,7 @@ def print_metrics(curves: Curves, console: Console | None = None) -> None:
             console.out(f"{name}: {value}", highlight=False)
     if console.is_terminal:
         console.print(table)
+    if not curves.all_with_records:
+        had, of = number(float(curves.with_records[-1])), plural(int(curves.rounds[-1]), "round")
+        text = f"average loss: over the rounds that brought records, {had} of {of} on average over the learners"
+        console.print(text, highlight=False, soft_wrap=True)

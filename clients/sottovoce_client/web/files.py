@@ -13,10 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic_core import from_json
 
+from sottovoce.errors import SottovoceError
 from sottovoce.plain import plain
-from sottovoce_client.web.view import CaptureLine, ReportLine
+from sottovoce.yaml_files import parse_yaml
+from sottovoce_client.web.plans import plan_from
+from sottovoce_client.web.view import CaptureLine, ReportLine, RunView, ended_view
 
 PAGES, FACTS = ".html", "capture.json"
 """What may be opened: files that end so, and files of this name."""
@@ -36,11 +40,18 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What there is to open, the newest first; `ended` is how runs ended, by id, as their summaries say."""
+    """What there is to open, the newest first.
+
+    Attributes:
+        captures, reports: that can be opened.
+        ended: how runs ended, by id, as their summaries say.
+        runs: these runs themselves, where this version can read their summaries.
+    """
 
     captures: tuple[CaptureLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()
     ended: Mapping[str, End] = field(default_factory=dict)
+    runs: Mapping[str, RunView] = field(default_factory=dict)
 
 
 class Files:
@@ -61,18 +72,22 @@ class Files:
         captures: list[CaptureLine] = []
         reports: list[ReportLine] = []
         ended: dict[str, End] = {}
+        runs: list[RunView] = []
         for folder, names in self._folders(self.root):
             summary = self._summary(folder) if "summary.json" in names else None
             if summary is not None:
                 written = self._read[folder / "summary.json"][0]
                 ended[summary["run_id"]] = End(summary["state"], summary["detail"], written)
+                runs += [summary["view"]] if summary["view"] is not None else []
             if FACTS in names and (line := self._capture(folder)) is not None:
                 captures.append(line)
             found = (self._report(folder / name, summary) for name in names if name.endswith(PAGES))
             reports += [each for each in found if each is not None]
         captures.sort(key=lambda line: line.modified, reverse=True)
         reports.sort(key=lambda line: line.modified, reverse=True)
-        return Results(tuple(captures[:_MOST_LISTED]), tuple(reports[:_MOST_LISTED]), ended)
+        runs.sort(key=lambda run: run.started, reverse=True)
+        kept = {run.run_id: run for run in runs[:_MOST_LISTED]}
+        return Results(tuple(captures[:_MOST_LISTED]), tuple(reports[:_MOST_LISTED]), ended, kept)
 
     def opened(self, path: str) -> tuple[bytes, str] | None:
         """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
@@ -126,8 +141,8 @@ class Files:
         run_id, state, messages, size = facts
         return CaptureLine(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
 
-    def _summary(self, folder: Path) -> dict[str, str] | None:
-        found: dict[str, str] | None = self._json(folder / "summary.json", _MOST_SUMMARY, _of_summary)
+    def _summary(self, folder: Path) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._json(folder / "summary.json", _MOST_SUMMARY, _of_summary)
         return found
 
     def _json(self, path: Path, most: int, take: Any) -> Any:
@@ -163,5 +178,14 @@ def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
     )
 
 
-def _of_summary(said: Mapping[str, Any]) -> dict[str, str]:
-    return {key: plain(str(said[key])) for key in ("name", "run_id", "state", "detail")}
+def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: plain(str(said[key])) for key in ("name", "run_id", "state", "detail")}
+    return {**texts, "view": _view(said)}
+
+
+def _view(said: Mapping[str, Any]) -> RunView | None:
+    """The run of a summary; None where it is one of another version."""
+    try:
+        return ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
+    except (SottovoceError, yaml.YAMLError, LookupError, TypeError, ValueError):
+        return None

@@ -28,6 +28,7 @@ from sottovoce_client.web.view import (
     newest,
     run_view,
 )
+from sottovoce_client.web.view import run_line as ended_line
 from sottovoce_client.web.watching import read_watch
 
 if TYPE_CHECKING:
@@ -136,8 +137,10 @@ class Gathering:
         await self._every(_FILES_S, "files", self._look_through)
         if self._asked.watch:
             await self._every(2 * LOOK_S, "watch", self._watch)
-        looked = {wanted: wanted or newest(self._runs) for wanted in tuple(self._lookers)}
-        for run_id in set(looked.values()) - {""} if self._services is not None else ():
+        looked = {wanted: wanted or newest(self._listed) for wanted in tuple(self._lookers)}
+        told = {each.run_id for each in self._runs}
+        over = {run_id for run_id in self._results.runs if run_id not in told}  # services of now do not know them
+        for run_id in set(looked.values()) - over - {""} if self._services is not None else ():
             await self._try(f"run {run_id}", self._ask(run_id))
         asked = {f"run {run_id}" for run_id in looked.values()}
         for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
@@ -205,8 +208,15 @@ class Gathering:
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
 
+    @property
+    def _listed(self) -> tuple[RunLine, ...]:
+        """Runs that the coordinator tells of, and then those that only their results tell of, the newest first."""
+        told = {each.run_id for each in self._runs}
+        found = [ended_line(run) for run in self._results.runs.values() if run.run_id not in told]
+        return (*self._runs, *found)
+
     def _page(self, run_id: str) -> Page:
-        shown = self._known[run_id].view if run_id in self._known else None
+        shown = self._known[run_id].view if run_id in self._known else self._results.runs.get(run_id)
         own = {
             what: told
             for what, told in self._problems.items()
@@ -223,7 +233,7 @@ class Gathering:
             at=time.time(),
             version=sottovoce.__version__,
             run=shown,
-            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._runs),
+            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._listed),
             captures=merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,

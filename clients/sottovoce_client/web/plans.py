@@ -57,7 +57,15 @@ def plan_of(spec: str) -> Plan:
     Raises:
         SpecError: it is not JSON, of a format that is none, or of a version that says things otherwise.
     """
-    document: Any = document_from_wire(spec)
+    return plan_from(document_from_wire(spec))
+
+
+def plan_from(document: Any) -> Plan:
+    """Read a spec as YAML or JSON gives it.
+
+    Raises:
+        SpecError: it is of a version that says things otherwise.
+    """
     try:
         return _plan(document)
     except (LookupError, TypeError, ValueError, AttributeError):

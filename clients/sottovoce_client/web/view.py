@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
 
+from sottovoce.plain import plain
 from sottovoce_client.web.plans import Plan, Way
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 
@@ -348,6 +352,76 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     if status.detail:
         told.append(status.detail)
     return told
+
+
+def ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
+    """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
+
+    Args:
+        summary: the content of the file.
+        plan: of its spec.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is no summary.
+    """
+    started = datetime.fromisoformat(summary["started_at"]).timestamp()
+    seconds, told = float(summary["seconds"]), summary["learners"]
+    looks = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
+    pairs = [(a, b) for a, b in itertools.pairwise(looks[-KEPT:]) if b[0] > a[0]]
+    done = min((int(each["rounds"]) for each in told if not each["left"]), default=0)
+    receivers = Counter(speaker for speaker, _ in plan.ways)
+    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.ways}
+    edges = sorted({(min(way), max(way)) for way in plan.ways})
+    return RunView(
+        run_id=plain(str(summary["run_id"])),
+        name=plain(plan.name),
+        state=plain(str(summary["state"])),
+        detail=plain(str(summary["detail"])),
+        algorithm=plain(plan.algorithm),
+        clock=plan.clock,
+        period_s=plan.period_s,
+        capture=plan.capture,
+        live=plan.live,
+        started=started,
+        ended=started + seconds,
+        round=done,
+        rounds=plan.rounds,
+        rate=done / seconds if seconds > 0 else None,
+        left_s=None,
+        pace=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
+        counted_by="learners",
+        learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
+        edges=tuple(
+            EdgeView(*(way if way in sent else way[::-1]), 0.0, 0.0, 0.0, sent.get(way, 0) + sent.get(way[::-1], 0),
+                     not (way in sent and way[::-1] in sent))
+            for way in edges
+        ),
+        notices=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
+    )  # fmt: skip
+
+
+def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
+    return LearnerView(
+        name=plain(str(said["name"])),
+        address="",
+        state="left" if said["left"] else plain(state),
+        away_since=None,
+        rounds=int(said["rounds"]),
+        epsilon=float(said["spent"]),
+        limit=None if said["budget"] is None else float(said["budget"]),
+        elsewhere=0.0,
+        own_limit=None,
+        records=int(said["records"]),
+        waiting=int(said["waiting"]),
+        arrival=None,
+        accuracy=said["prequential_accuracy"],
+        notices=(),
+    )
+
+
+def run_line(run: RunView) -> RunLine:
+    """The line of a run in the list."""
+    return RunLine(run.run_id, run.state, run.detail, run.started, run.ended, run.round)
 
 
 def edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[EdgeView, ...]:

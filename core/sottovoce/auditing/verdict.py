@@ -13,6 +13,7 @@ from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.levels import Family, Levels, Part, Test
 from sottovoce.auditing.likelihood import Excess
 from sottovoce.auditing.rounds import RoundBounds
+from sottovoce.privacy.guarantee import WEAK_EPSILON
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 
@@ -48,11 +49,13 @@ class Verdict:
             would settle. `unpromised`: there is no finite claim that could fail.
         text: the same in a sentence.
         evidence: what the verdict rests on, a sentence each; empty where nothing was found.
+        weak: whether a claim that was not refuted is above `WEAK_EPSILON`, so that keeping it protects little.
     """
 
     kind: Kind
     text: str
     evidence: tuple[str, ...] = ()
+    weak: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,10 @@ def decide(found: Findings) -> Verdict:
         text += (
             " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of every learner."
         )
-    return Verdict("consistent", text)
+    weak = found.claim > WEAK_EPSILON
+    if weak:
+        text += f" That claim is weak: an epsilon above {WEAK_EPSILON:g} rules out almost nothing about a record."
+    return Verdict("consistent", text, weak=weak)
 
 
 def blamed(found: Findings, names: Sequence[str], audited: int) -> int | None:

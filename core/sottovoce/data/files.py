@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray, as_floats, loses_digits
-from sottovoce.errors import DataError, SpecError
+from sottovoce.errors import DataError, SpecError, get_extra
 from sottovoce.yaml_files import format_of
 
 AnyArray = npt.NDArray[Any]
@@ -79,7 +79,7 @@ def import_extra(module: str, package: str, what: str, extra: str = "audit") -> 
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise SpecError(f"{what} needs {package}: pip install 'sottovoce[{extra}]'") from None
+        raise SpecError(f"{what} needs {package}: {get_extra(extra)}") from None
 
 
 def read_npz(path: Path) -> RawTable:

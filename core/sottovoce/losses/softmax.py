@@ -23,7 +23,7 @@ class Softmax(Loss):
     """
 
     kind: Literal["softmax"] = "softmax"
-    classes: Annotated[int, Field(ge=2)]
+    classes: Annotated[int, Field(ge=2, le=2**53)]
     """Labels are the numbers 0 to classes - 1."""
 
     convex: ClassVar[bool] = True

@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.errors import CheckFailed, SpecError, get_extra
 from sottovoce.losses.loss import Loss, scale_rows
-from sottovoce.registry import NonNegative, Positive, refuse_code
+from sottovoce.registry import Count, NonNegative, Positive, refuse_code
 
 if TYPE_CHECKING:
     from sottovoce.losses.torch_module import TorchModule
@@ -29,13 +29,13 @@ class TorchLoss(Loss):
     """Cross-entropy of the scores that a module gives to the classes 0, 1, ..., `classes - 1`. Needs the extra `torch`."""
 
     kind: Literal["torch"] = "torch"
-    classes: Annotated[int, Field(ge=2)] = 10
+    classes: Annotated[int, Field(ge=2, le=2**53)] = 10
     """Labels are the numbers 0 to classes - 1, and the module gives each a score."""
     module: str
     """`mnist-cnn`, `cifar-cnn`, or `package.module:Class` of your own: a subclass of `torch.nn.Module`."""
     options: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
     """Keyword arguments of the class."""
-    shape: tuple[PositiveInt, ...] | None = None
+    shape: tuple[Count, ...] | None = None
     """Of a record as the module takes it, without the batch (default: that of a built-in module)."""
     seed: NonNegativeInt = 0
     """For the parameters that learning starts from: public. Not for noise."""
@@ -75,7 +75,7 @@ class TorchLoss(Loss):
         try:
             from sottovoce.losses.torch_module import make_module
         except ModuleNotFoundError:
-            raise SpecError("loss.kind: torch needs PyTorch: pip install 'sottovoce[torch]'") from None
+            raise SpecError(f"loss.kind: torch needs PyTorch: {get_extra('torch')}") from None
         return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
 
     def dim(self, n_features: int) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
+from pydantic import Field, NonNegativeInt, SerializeAsAny
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.network.graph_files import Edge, read_edges
 from sottovoce.network.roster import names_of
-from sottovoce.registry import Registry, Section
+from sottovoce.registry import Count, Registry, Section
 
 
 class Graph(Section, ABC):
@@ -150,8 +150,8 @@ class Grid(Graph):
     """A rectangular grid of `rows` times `columns` learners, numbered row by row."""
 
     kind: Literal["grid"] = "grid"
-    rows: PositiveInt
-    columns: PositiveInt
+    rows: Count
+    columns: Count
 
     def pairs(self, n: int) -> list[Edge]:
         import networkx as nx
@@ -191,7 +191,7 @@ class WattsStrogatz(Graph):
     """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
 
     kind: Literal["watts_strogatz"] = "watts_strogatz"
-    nearest: PositiveInt
+    nearest: Count
     probability: Annotated[float, Field(ge=0, le=1)]
     seed: NonNegativeInt = 0
 
@@ -219,7 +219,7 @@ class Edges(Graph):
     """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
 
     kind: Literal["edges"] = "edges"
-    edges: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
     directed: bool = False
 
     @property

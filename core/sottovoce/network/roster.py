@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, model_validator
 
 from sottovoce.network.mixing import Mixing
-from sottovoce.registry import Section
+from sottovoce.registry import Count, Section
 
 Mask = npt.NDArray[np.bool_]
 
@@ -30,7 +30,7 @@ class Absence(Section):
 
     learner: str
     first_round: NonNegativeInt = 0
-    until_round: PositiveInt | None = None
+    until_round: Count | None = None
     unheard: Mapping[str, NonNegativeInt] = {}
     """Of those who heard it for the last time before that: the first round in which each of them did not."""
 

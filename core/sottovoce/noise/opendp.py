@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import SpecError
+from sottovoce.errors import SpecError, get_extra
 from sottovoce.noise.bitwise import SystemNoise
 from sottovoce.noise.draw import Draw
 
@@ -29,7 +29,7 @@ class OpenDpNoise(SystemNoise):
         try:
             self._opendp: Any = importlib.import_module("opendp.prelude")
         except ImportError:
-            raise SpecError("noise from OpenDP needs its package: pip install 'sottovoce[opendp]'") from None
+            raise SpecError(f"noise from OpenDP needs its package: {get_extra('opendp')}") from None
         self._opendp.enable_features("contrib")  # what has a proof, but no audit yet; for the whole process
 
     def __call__(self, draw: Draw) -> FloatArray:

@@ -4,10 +4,11 @@ For experiments alone: everything here looks at all records and at clean decisio
 
 Round t, counted from 0, brings records to the learners, and finds learner i with the decision `theta_t^i` made before them.
 
-- `f_{t,j}` is the mean loss of learner j's records of round t, ridge included; 0 where it has none. The network loss of
-  the round is their sum over j: every learner is measured by what its decision would have cost everybody.
-- `F_t` is the mean over the learners of the mean loss of all their records of the rounds 0..t, and `theta_t*` its
-  minimiser on the decision set (Chen & Wang 2025, section II).
+- `f_{t,j}` is the mean loss of learner j's records of round t, ridge included; a round without records has none. The network
+  loss of the round is their sum over j: every learner is measured by what its decision would have cost everybody.
+- `F_t` is the mean, over the learners that have records, of the mean loss of all their records of the rounds 0..t, and
+  `theta_t*` its minimiser on the decision set (Chen & Wang 2025, section II).
+- Means over rounds are over those that brought records: before the first record they are not-a-number.
 
 A learner that is away is not measured; in sums over rounds it counts then with the decision that it has.
 
@@ -205,10 +206,19 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """What was measured: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`."""
+    """What was measured: `curves` by name, each at the numbers of rounds `rounds (checkpoints,)`.
+
+    `with_records (checkpoints,)` is how many of these rounds brought records, on average over the learners.
+    """
 
     rounds: IntArray
     curves: Mapping[str, Curve]
+    with_records: FloatArray
+
+    @property
+    def all_with_records(self) -> bool:
+        """Whether every measured round brought records to every learner."""
+        return bool(np.array_equal(self.with_records, self.rounds))
 
     def __getitem__(self, name: str) -> Curve:
         return self.curves[name]
@@ -238,36 +248,38 @@ class Metrics:
         self._test = _Test.of(run.loss, data)
         self._total: FloatArray | float = 0.0
         self._least = 0.0
+        self._counted = 0
         self._best: FloatArray | None = None
-        self._measured: list[tuple[int, dict[str, FloatArray]]] = []
+        self._measured: list[tuple[int, float, dict[str, FloatArray]]] = []
 
     def take(self, step: SimulatedRound) -> None:
         """Take in one round; rounds come in order, each once."""
         theirs = self._records.of_round(step.t)
+        self._counted += self._records.having(step.t)
         if len(theirs.labels):
             self._total = self._total + _each(theirs.values, step.before)
             if self._dynamic and self._loss.convex:
                 best = theirs.minimiser(self._set, step.before.mean(axis=(0, 1)))
                 self._least += float(theirs.values(best[None])[0])
         if step.t + 1 in self._at:
-            self._measured.append((step.t + 1, self._measure(step)))
+            self._measured.append((step.t + 1, self._counted / len(step.before), self._measure(step)))
 
     @property
     def curves(self) -> Curves:
         """What was measured so far."""
-        names = self._measured[0][1] if self._measured else {}
-        rounds = np.array([rounds for rounds, _ in self._measured], dtype=np.int64)
+        names = self._measured[0][2] if self._measured else {}
+        rounds = np.array([rounds for rounds, _, _ in self._measured], dtype=np.int64)
         there = np.array([self._roster.there(t - 1) for t in rounds.tolist()])
-        return Curves(rounds, {name: _curve([values[name] for _, values in self._measured], there) for name in names})
+        curves = {name: _curve([values[name] for _, _, values in self._measured], there) for name in names}
+        return Curves(rounds, curves, np.array([counted for _, counted, _ in self._measured]))
 
     def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
         """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network, of those who are there."""
-        rounds, learners = step.t + 1, len(step.before)
         there = self._roster.there(step.t)
         total = np.broadcast_to(self._total, step.before.shape[:2])
         apart = step.after - step.after[there].mean(axis=0)
         found = {
-            "average_loss": total / (rounds * learners),
+            "average_loss": total / (self._counted or math.nan),
             "consensus_error": np.linalg.norm(apart[there], axis=-1).mean(axis=0),
         }
         if self._loss.convex:
@@ -283,8 +295,8 @@ class Metrics:
     def _against_optimum(self, step: SimulatedRound, total: FloatArray, there: Mask) -> dict[str, FloatArray]:
         mean, whole = self._records.until(step.t)
         if not len(mean.labels):
-            nothing = np.zeros(step.before.shape[:2])
-            best, least, now = step.before[0, 0], 0.0, nothing
+            best, least = np.full(step.before.shape[-1], math.nan), 0.0
+            now = np.full(step.before.shape[:2], math.nan)
         else:
             start = step.before.mean(axis=(0, 1)) if self._best is None else self._best
             self._best = best = mean.minimiser(self._set, start)
@@ -349,19 +361,23 @@ class _Records:
         weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
         return self._objective(np.concatenate(rows), np.concatenate(weights), float(sum(map(bool, map(len, rows)))))
 
+    def having(self, t: int) -> int:
+        """Number of learners to which round t brings records."""
+        return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
+
     def until(self, t: int) -> tuple[Objective, Objective]:
         """`F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
-        n = len(self.order)
-        mean, whole, having, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0, 0
+        n = sum(bool(offsets[t + 1]) for offsets in self.offsets)
+        mean, whole, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0
         for order, offsets in zip(self.order, self.offsets, strict=True):
             rows, sizes = order[: offsets[t + 1]], np.diff(offsets[: t + 2])
             if len(rows):
                 mean += np.bincount(rows, minlength=len(mean)) / (n * len(rows))
                 each = np.repeat(1.0 / np.maximum(sizes, 1), sizes)
                 whole += np.bincount(rows, weights=each, minlength=len(mean))
-                having, rounds = having + 1, rounds + int(np.count_nonzero(sizes))
+                rounds += int(np.count_nonzero(sizes))
         seen = np.flatnonzero(mean)
-        return self._objective(seen, mean[seen], having / n), self._objective(seen, whole[seen], float(rounds))
+        return self._objective(seen, mean[seen], float(n > 0)), self._objective(seen, whole[seen], float(rounds))
 
     def _objective(self, rows: IntArray, weights: FloatArray, ridges: float) -> Objective:
         return Objective(self.loss, self.features[rows], self.labels[rows], weights, ridges * self.loss.ridge)

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainSerialize
 from pydantic_core import PydanticCustomError
 
 from sottovoce.algorithms import ALGORITHMS
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
@@ -269,6 +270,17 @@ class Policy(Section):
         if refused := [each for each in findings if not each.fits]:
             told = "; and ".join(f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in refused)
             raise SpecError(f"the owner's policy ({self._source}) allows {told}; {_remedy(refused)}")
+
+
+def default_policy_caution(run: Run) -> Iterator[Caveat]:
+    """The refusal to expect of learners whose owners go by the default policy, where a run costs more than that allows."""
+    limit = Policy().epsilon_per_run or math.inf
+    if (cost := max(_planned_cost(run, i, limit) for i in range(run.spec.n_learners))) > limit:
+        yield Caveat(
+            "DEFAULT_POLICY",
+            f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
+            f"spec asks for {cost:.6g} (sottovoce policy check); `sottovoce up` and simulations do not ask for it",
+        )
 
 
 def accepted(identities: tuple[str, ...] | None) -> tuple[str, ...]:

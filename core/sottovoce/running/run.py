@@ -14,7 +14,7 @@ from sottovoce.algorithms.contract import require_algorithm
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.arrays import IntArray
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network, PartialNetwork
@@ -96,8 +96,8 @@ class Run:
         promised = guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.until(attendance.end)
 
-    def planned_epsilon(self, learner: int, most_rounds: int) -> float:
-        """Epsilon of one learner's messages, if every round brings `data.batch_size` records (for `all`: one).
+    def planned_losses(self, learner: int, most_rounds: int) -> FloatArray:
+        """Epsilon of each of one learner's messages, if every round brings `data.batch_size` records (for `all`: one).
 
         Args:
             learner: its index.
@@ -108,7 +108,22 @@ class Run:
             self.spec.data.batch_size,
         )
         counts = attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
-        return math.fsum(self.algorithm.accountant(learner).losses(counts))
+        return self.algorithm.accountant(learner).losses(counts)
+
+    def planned_epsilon(self, learner: int, most_rounds: int) -> float:
+        """Epsilon of one learner's messages together; arguments as of `planned_losses`."""
+        return math.fsum(self.planned_losses(learner, most_rounds))
+
+
+def first_round_above(losses: FloatArray, limit: float) -> int | None:
+    """The first round whose message would bring the total above a limit, as a learner adds up; None: no round does.
+
+    Args:
+        losses: `(rounds,)` epsilon of each message.
+        limit: epsilon that must not be exceeded.
+    """
+    above = np.flatnonzero(~(np.cumsum(losses) <= limit))
+    return int(above[0]) if above.size else None
 
 
 def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.errors import get_extra
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
 from sottovoce_client.reports import heard
 from sottovoce_client.reports.drawing import FAINT, RULE, Figure, View, line, rule, thinned
@@ -21,7 +22,7 @@ SHOWN = 8
 """Pictures in a row."""
 _LEAST_ERROR = 1e-9
 """A mean squared error below it is rounding."""
-GET_TORCH = "pip install 'sottovoce[torch]'"
+GET_TORCH = get_extra("torch")
 TITLES = {
     "linear": "Read off a gradient",
     "network": "Searched for in a network’s gradient",

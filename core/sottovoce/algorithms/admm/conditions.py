@@ -51,7 +51,7 @@ def checked(
     if not isinstance(calibration, Unperturbed):
         for each in nodes:
             for alpha in (each.alpha, each.final_alpha):
-                require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive, got {alpha}")
+                require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive and finite, got {alpha}")
         _require_noise(calibration, nodes)
     _require_solver(node)
     for each in nodes:
@@ -94,7 +94,7 @@ def _require_solver(node: Node) -> None:
     """SOLVER: a tolerance that float64 can reach; no negative output noise."""
     known = node.lipschitz if node.lipschitz < math.inf else 0.0
     least = 2 * ROUNDING * node.loss_weight * known
-    text = f"tolerance must be positive, and at least {least:.3g} for this loss_weight: float64 resolves no less"
+    text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight: float64 resolves no less"
     require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
     require_scales([node.output_noise], "SOLVER")
 

@@ -23,6 +23,7 @@ from sottovoce.algorithms.per_learner import PerLearner, divided
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import SpecError
 from sottovoce.losses import MarginLoss
+from sottovoce.registry import NonNegative
 
 
 class AdmmSpec(AlgorithmSpec):
@@ -75,7 +76,7 @@ class PvpSpec(AdmmSpec):
     """Is the last iteration one of DVP?"""
     final_alpha: PerLearner | None = None
     """Privacy loss of the last iteration (None: `alpha`)."""
-    output_noise: float = 1e-6
+    output_noise: NonNegative = 1e-6
     """Of the last iteration, if that is one of DVP."""
 
     def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:

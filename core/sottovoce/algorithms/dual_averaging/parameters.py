@@ -56,7 +56,7 @@ class _DualAveragingSpec(AlgorithmSpec):
         one = sigma is None or epsilon is None
         require(one, "SIGMA", f"give sigma or epsilon, got sigma={sigma} and epsilon={epsilon}")
         finite = sigma is None or 0 <= sigma < math.inf
-        require(finite, "SIGMA", f"sigma must be positive, or 0 for no noise, got {sigma}")
+        require(finite, "SIGMA", f"sigma must be finite and positive, or 0 for no noise, got {sigma}")
         positive = epsilon is None or 0 < epsilon < math.inf
         require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
         text = f"clip must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"

@@ -6,7 +6,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
@@ -25,7 +25,7 @@ from sottovoce.algorithms.per_learner import PerLearner, divided, times
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.registry import Positive
+from sottovoce.registry import Count, Positive
 
 _Placement = Literal["before_gossip", "after_gossip"]
 _Rule = Literal["tight", "paper"]
@@ -47,9 +47,9 @@ class _BlockSpec(AlgorithmSpec):
     """after_gossip, as published, protects published decisions only: what is said is not protected at all."""
     scale_rule: _Rule = "tight"
     """How `epsilon` becomes a scale: tight, or the paper's formula (more noise than needed)."""
-    block_length: PositiveInt | None = None
+    block_length: Count | None = None
     """L, rounds that a decision is held for."""
-    gossip_steps: PositiveInt | None = None
+    gossip_steps: Count | None = None
     """K, at most L."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """theta; 0 is plain gossip."""

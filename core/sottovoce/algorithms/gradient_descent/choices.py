@@ -139,17 +139,18 @@ class CalibratedNoise(Section):
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
         require_change(known.change)
-        factors = [self._factor(each, setting, known.change) for each in _sizes(setting, self.epsilon, "epsilon")]
+        targets = setting.per_learner(self.epsilon, "algorithm.noise.epsilon")
+        factors = [self._factor(each, setting, known.change) for each in targets]
         return _each(_following, steps, factors)
 
     def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
         if self.charged == "every_round":
             setting.require_end("noise that shares its epsilon among all rounds (charged: every_round)")
-        lattice = setting.dim * 2.0**-GRID_BITS
-        share = epsilon / (setting.rounds if self.charged == "every_round" else 1) - lattice
-        text = f"noise.epsilon must be above {lattice:.3g} a message, what rounding to the lattice costs"
-        require(share > 0, "NOISE_EPSILON", f"{text}, got {epsilon}")
+        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-GRID_BITS
+        share = epsilon / messages - lattice
+        text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, what rounding to the lattice costs"
+        require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
         return math.sqrt(setting.dim) * change / share
 
     def louder(self, factors: tuple[float, ...]) -> CalibratedNoise:

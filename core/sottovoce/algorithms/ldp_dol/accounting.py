@@ -25,7 +25,7 @@ from sottovoce.algorithms.ldp_dol.sensitivity import (
     require_mode,
 )
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import SpecError
+from sottovoce.errors import SpecError, get_extra
 from sottovoce.noise import grid
 from sottovoce.privacy.accountant import FirstRecord
 from sottovoce.privacy.guarantee import Grounds, Mechanism
@@ -135,7 +135,7 @@ def _head_and_tail(
     try:
         from scipy.special import zeta
     except ImportError:
-        raise SpecError("an infinite-horizon bound needs SciPy: pip install 'sottovoce[audit]'") from None
+        raise SpecError(f"an infinite-horizon bound needs SciPy: {get_extra('audit')}") from None
     start = _tail_start(known, schedules, learner.own_weight, convex)
     if start is None:
         return math.inf

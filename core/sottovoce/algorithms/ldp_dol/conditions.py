@@ -58,7 +58,7 @@ def check_ldp_dol(
 
 def _require_schedules(schedules: Schedules) -> None:
     """LAMBDA0, GAMMA0, EXPONENT_RANGE."""
-    positive = "lam0 and gam0 must be positive"
+    positive = "lam0 and gam0 must be positive and finite"
     require(0 < schedules.lam0 < math.inf, "LAMBDA0", f"{positive}, got lam0={schedules.lam0}")
     require(0 < schedules.gam0 < math.inf, "GAMMA0", f"{positive}, got gam0={schedules.gam0}")
     text = f"u and v must lie strictly between 0.5 and 1, got u={schedules.u}, v={schedules.v}"
@@ -68,7 +68,7 @@ def _require_schedules(schedules: Schedules) -> None:
 def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> None:
     """SIGMA, VARSIGMA_RANGE."""
     for value in sigma:
-        require(0 < value < math.inf, "SIGMA", f"sigma must be positive, got {value}")
+        require(0 < value < math.inf, "SIGMA", f"sigma must be positive and finite, got {value}")
     for value in varsigma:
         require(0 <= value < 0.5, "VARSIGMA_RANGE", f"varsigma must lie in [0, 0.5), got {value}")
 
