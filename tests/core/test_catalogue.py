@@ -98,14 +98,8 @@ LAW = [
     *("one seed", "clock as seed", "a shifted copy", "a late copy", "a mirrored copy", "correlation 0.1 of two"),
     *("summing to zero", "summing to 0.8 of it", "2^16 seeds", "seconds of a day", "2^20 streams", "restored"),
     *("sign in the word of the size", "sign in a low bit of the word of the size", "sign in the word of another size"),
-    *(
-        "words that overlap",
-        "low words again in 1 %",
-        "32 random bits",
-        "float32",
-        "lattice 2^16 coarser",
-        "bit 12 is one in 51 %",
-    ),
+    *("words that overlap", "low words again in 1 %", "32 random bits", "float32"),
+    *("lattice 2^16 coarser", "bit 12 is one in 51 %"),
 ]
 
 
