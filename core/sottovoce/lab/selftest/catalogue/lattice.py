@@ -9,11 +9,10 @@ import numpy as np
 from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import numbers_of
 from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
-from sottovoce.lab.selftest.evidence import Limit, each_message, each_number, event, repeated
+from sottovoce.lab.selftest.evidence import Limit, each_message, each_number, event
 from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, lattice_only, noisy, unaided
-from sottovoce.noise import Draw, on_grid
+from sottovoce.noise import GRID_BITS, Draw, on_grid
 
 
 def _raw(generator: Generator) -> Change:
@@ -172,7 +171,7 @@ LATTICE = (
             f"{bits} random bits",
             "a uniform number of few bits, through a logarithm",
             laplace_only(noisy(partial(_few_bits, bits=bits))),
-            limit=repeated(2.0**bits, numbers_of),
+            limit=each_number((GRID_BITS - bits) * math.log(2.0)),
         )
         for bits in (16, 24, 32)
     ),
