@@ -97,7 +97,9 @@ LAW = [
     *(f"correlation {rho} with the round before" for rho in ("0.3", "0.1")),
     *("one seed", "clock as seed", "a shifted copy", "a late copy", "a mirrored copy", "correlation 0.1 of two"),
     *("summing to zero", "summing to 0.8 of it", "2^16 seeds", "seconds of a day", "2^20 streams", "restored"),
-    *("low words again in 1 %", "32 random bits", "float32", "lattice 2^16 coarser", "bit 12 is one in 51 %"),
+    *("sign in the word of the size", "sign in a low bit of the word of the size", "sign in the word of another size"),
+    *("words that overlap", "low words again in 1 %", "32 random bits", "float32"),
+    *("lattice 2^16 coarser", "bit 12 is one in 51 %"),
 ]
 
 
@@ -192,6 +194,30 @@ def test_a_bit_that_is_not_fair() -> None:
     bits = steps(drawn("bit 5 is one in 60 %", *size))
     assert np.mean(bits >> 5 & 1) == pytest.approx(0.6, abs=0.007)
     assert not ((bits ^ steps(correct(*size))) & ~np.int64(32)).any()  # and no other bit
+
+
+def words_of(noise: FloatArray) -> FloatArray:
+    """The words of 53 bits behind its sizes, where the lattice resolves them: NaN elsewhere."""
+    tail = np.exp(-np.abs(noise) / SCALE)
+    return np.where(tail < 2.0**-8, np.rint(tail * 2.0**53) - 1.0, np.nan)
+
+
+@pytest.mark.parametrize(("name", "others"), [("the size", 0), ("another size", 1)])
+def test_signs_that_are_bits_of_words(name: str, others: int) -> None:
+    """Bit 8, as far as the lattice tells: in nearly all numbers beyond eight bits."""
+    noise = drawn(f"sign in the word of {name}", 8, (3, 200, 16))
+    words = np.roll(words_of(noise), others, axis=-1)
+    known = np.isfinite(words)
+    decided = (words[known].astype(np.int64) >> 8 & 1).astype(np.bool_)
+    assert known.sum() > 100 and np.mean(decided == (noise[known] < 0.0)) > 0.9
+
+
+def test_words_that_overlap() -> None:
+    """Twenty bits of 53, of which those with the values 2^-34 to 2^-39 are resolved in every number."""
+    tail = np.exp(-np.abs(drawn("words that overlap", 8, (3, 200, 16))) / SCALE)
+    words = (tail * 2.0**53).astype(np.int64)
+    equal = [np.mean((words[..., ::2] ^ words[..., 1::2]) >> bit & 1 == 0) for bit in (19, 17, 16, 20, 30)]
+    assert min(equal[:3]) > 0.8 and equal[3:] == pytest.approx([0.5, 0.5], abs=0.02)
 
 
 def test_few_random_bits_are_few_values() -> None:

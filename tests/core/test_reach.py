@@ -36,6 +36,18 @@ def test_more_numbers_show_smaller_errors() -> None:
     assert few[together] == pytest.approx(2 * many[together])
 
 
+def test_deeper_bits_of_signs_take_more_numbers() -> None:
+    """One bit for twice the numbers; none of noise that is on no lattice, or of too few numbers."""
+    bits = [
+        least(planned(), numbers).get(f"signs that are any of the first {k} bits behind their sizes")
+        for k, numbers in ((45, 2_000), (46, 4_000))
+    ]
+    assert bits == [45, 46]
+    assert not any(
+        "bits" in each.text for each in (*reaches(planned(), 4_000, on_lattice=False), *reaches(planned(), 30))
+    )
+
+
 @pytest.mark.statistics
 def test_an_error_of_the_scale_of_that_size_is_found() -> None:
     """By the formula, in 9 of 10 audits; in fewer than 6 of 12 with probability 1e-4."""

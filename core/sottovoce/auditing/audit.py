@@ -429,7 +429,7 @@ def _findings(
         paired=plan.paired,
         void=_void(plan, runs.starts),
         most=most(plan),
-        reaches=reaches(plan, numbers),
+        reaches=reaches(plan, numbers, on_lattice=any(test.part == "lattice" for test in conformance)),
         blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in runs.losses)])),
     )
     return found.without_coins if found.void else found

@@ -17,12 +17,20 @@ from sottovoce.auditing.blackbox import level, tested
 from sottovoce.auditing.bounds import ceiling, epsilon_lower_bound
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.verdict import Reach
+from sottovoce.noise import GRID_BITS
 
 _POWER = 0.9
 """The probability with which what is named would have been found."""
 
 _NEAR_LAGS = 9
 """Of two learners' noise, about: the same or the next round and coordinate, and rounds two apart."""
+
+
+_SIGNED_BITS = 500
+"""Comparisons of a number's sign with bits of its own uniform number, about."""
+
+_RESOLVED = 1.6
+"""Numbers for each bit of evidence: one in ten has the other sign, and there may be fewer than are expected."""
 
 
 def most(plan: AuditPlan) -> float:
@@ -35,17 +43,18 @@ def most(plan: AuditPlan) -> float:
     return epsilon_lower_bound(guesses, guesses, level(plan.levels))
 
 
-def reaches(plan: AuditPlan, numbers: int) -> tuple[Reach, ...]:
+def reaches(plan: AuditPlan, numbers: int, *, on_lattice: bool = True) -> tuple[Reach, ...]:
     """What would have been found, class by class.
 
     Args:
         plan: the audit.
         numbers: of noise that conformance looked at.
+        on_lattice: whether that noise is on a lattice.
     """
-    return (*_of_noise(plan, numbers), *_of_worlds(plan))
+    return (*_of_noise(plan, numbers, on_lattice), *_of_worlds(plan))
 
 
-def _of_noise(plan: AuditPlan, numbers: int) -> Iterator[Reach]:
+def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach]:
     if not numbers:
         return
     error = (_normal(plan.levels.of("conformance", "marginal", 8) / 2) + _normal(1 - _POWER)) / math.sqrt(numbers)
@@ -58,6 +67,10 @@ def _of_noise(plan: AuditPlan, numbers: int) -> Iterator[Reach]:
         share = plan.levels.of("conformance", "dependence", 8) / among
         together = min(1.0, (_normal(share / 2) + 1.6) / math.sqrt(products))
         yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
+    enough = _RESOLVED * -math.log2(plan.levels.of("conformance", "dependence", 40) / _SIGNED_BITS)
+    if on_lattice and plan.close * numbers >= enough:
+        bits = GRID_BITS + math.floor(math.log2(plan.close * numbers / enough))
+        yield Reach("dependence", bits, f"signs that are any of the first {bits} bits behind their sizes")
     centre = math.sqrt(35.0 / messages)
     yield Reach("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
     streams = messages * (messages - 1) / (2 * math.log(1 / (1 - _POWER)))

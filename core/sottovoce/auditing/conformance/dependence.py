@@ -10,6 +10,7 @@ from sottovoce.auditing.conformance.lags import Lags
 from sottovoce.auditing.conformance.pairs import Pairs
 from sottovoce.auditing.conformance.regressors import Regressors
 from sottovoce.auditing.conformance.relations import Relations
+from sottovoce.auditing.conformance.uniforms import Uniforms
 from sottovoce.auditing.levels import Part, Test
 
 
@@ -26,7 +27,7 @@ class Dependence(Instrument):
 
     def __init__(self) -> None:
         self.numbers = 0
-        self._parts = Lags(), Pairs(), Regressors(), Relations()
+        self._parts = Lags(), Pairs(), Regressors(), Relations(), Uniforms()
 
     def add(self, block: Block) -> None:
         if block.close and block.count:
@@ -36,11 +37,12 @@ class Dependence(Instrument):
 
     def merge(self, other: Self) -> None:
         self.numbers += other.numbers
-        lags, pairs, regressors, relations = self._parts
+        lags, pairs, regressors, relations, uniforms = self._parts
         lags.merge(other._parts[0])
         pairs.merge(other._parts[1])
         regressors.merge(other._parts[2])
         relations.merge(other._parts[3])
+        uniforms.merge(other._parts[4])
 
     def tests(self) -> list[Test]:
         return [test for each in self._parts for test in each.tests()]

@@ -4,8 +4,8 @@ A discrete Laplace number K is as likely as -1 - K, up to the spacing over the s
 fair. Its low 32 bits are uniform together, and stay so whatever is added to them that was known before the draw: so are those of
 what a replay finds, K', and of the message, a. Noise that was drawn coarser, or rounded to a short mantissa, has too many zeros.
 
-Numbers are independent of each other, and so are their bits, however they are added modulo two: generators of low period,
-and noise that is split into shares, show there and nowhere else.
+Numbers are independent of each other, and so are their bits, however they are added modulo two: bits that alternate from number
+to number, and noise that is split into shares, show there and nowhere else. `uniforms` tests the random words behind the noise.
 
 Bits are counted from the lowest one that is resolved: where a scale is so close to a power of two that the learner's spacing may
 be twice the one assumed, one bit is lost.

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import numbers_of
 from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
-from sottovoce.lab.selftest.evidence import each_message, each_number, event, repeated
+from sottovoce.lab.selftest.evidence import Limit, each_message, each_number, event
 from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, lattice_only, noisy, unaided
-from sottovoce.noise import Draw, on_grid
+from sottovoce.noise import GRID_BITS, Draw, on_grid
 
 
 def _raw(generator: Generator) -> Change:
@@ -64,6 +63,30 @@ def _few_bits(generator: Generator, bits: int) -> Change:
     return in_scales(lambda noise: np.copysign(sizes(noise), noise))
 
 
+def _inverted(generator: Generator, bit: int, others: int = 0, shared: int = 0) -> Change:
+    """Sizes are `-log((word + 1) / 2^53)`, of random words of 53 bits, and signs are a bit of a word.
+
+    Args:
+        generator: draws the words.
+        bit: of the word, from the lowest one on.
+        others: signs are a bit of the word of so many coordinates before.
+        shared: signs are drawn apart, and each second number has so many low bits of the one before it.
+    """
+
+    def draw(noise: FloatArray) -> FloatArray:
+        words = generator.integers(0, 2**_WORD_BITS, noise.shape)
+        signs = 1.0 - 2.0 * (np.roll(words, others, axis=-1) >> bit & 1)
+        if shared:
+            signs, low = np.sign(noise), 2**shared - 1
+            after = words[..., 1::2]
+            words[..., 1::2] = after & ~low | words[..., : 2 * after.shape[-1] : 2] & low
+        drawn: FloatArray = -signs * np.log((words + 1.0) * 2.0**-_WORD_BITS)
+        return drawn
+
+    return in_scales(draw)
+
+
+_WORD_BITS = 53
 _lattice = partial(Mutant, family="conformance", kind="lattice and low bits", runs=MOST, quick=False)
 
 
@@ -87,7 +110,39 @@ def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
     return _lattice(name, f"noise of {bits} significant bits", lattice_only(breaks), limit=limit)
 
 
+def _of_sign(bit: int) -> Limit:
+    """Every number that resolves the bit has ln 2 nats; those with sizes of fewer than `(12 - bit) ln 2` do not."""
+    return each_number(math.log(2.0) * 2.0 ** min(0, bit - 12))
+
+
 LATTICE = (
+    Mutant(
+        "sign in the word of the size",
+        "the sign is bit 8 of the 53 bits that its size comes from",
+        laplace_only(noisy(partial(_inverted, bit=8))),
+        "conformance",
+        SEEN,
+        kind="lattice and low bits",
+        limit=_of_sign(8),
+    ),
+    _lattice(
+        "sign in a low bit of the word of the size",
+        "the sign is the last of the 53 bits that its size comes from",
+        laplace_only(noisy(partial(_inverted, bit=0))),
+        limit=_of_sign(0),
+    ),
+    _lattice(
+        "sign in the word of another size",
+        "the sign is bit 8 of the 53 bits that the size of the coordinate before comes from",
+        laplace_only(noisy(partial(_inverted, bit=8, others=1))),
+        limit=_of_sign(8),
+    ),
+    _lattice(
+        "words that overlap",
+        "the sizes of two coordinates share 20 of 53 bits",
+        laplace_only(noisy(partial(_inverted, bit=0, shared=20))),
+        limit=each_number(10.0 * math.log(2.0)),
+    ),
     Mutant(
         "raw doubles",
         "noise on no lattice",
@@ -116,7 +171,7 @@ LATTICE = (
             f"{bits} random bits",
             "a uniform number of few bits, through a logarithm",
             laplace_only(noisy(partial(_few_bits, bits=bits))),
-            limit=repeated(2.0**bits, numbers_of),
+            limit=each_number((GRID_BITS - bits) * math.log(2.0)),
         )
         for bits in (16, 24, 32)
     ),
