@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -26,6 +26,7 @@ _KEYS = f"ECDSA on P-256 or P-384, or RSA of {_LEAST_BITS} bits or more"
 _SERVICES = (Role.LEARNER, Role.COORDINATOR, Role.EAVESDROPPER)
 """Who is called; feeders and operators only call."""
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+_SCHEME = "spiffe://"
 _LIST_BEGINS = b"-----BEGIN X509 CRL-----"
 _LIST = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
@@ -92,7 +93,7 @@ def revoked_in(raw: bytes, signers: Sequence[x509.Certificate]) -> frozenset[tup
         NotReady: a list cannot be read, or is of somebody else.
     """
     found: set[tuple[bytes, int]] = set()
-    for listed in _lists_in(raw):
+    for listed in lists_in(raw):
         issuer = listed.issuer.public_bytes()
         own = [each for each in signers if each.subject.public_bytes() == issuer]
         if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
@@ -101,6 +102,23 @@ def revoked_in(raw: bytes, signers: Sequence[x509.Certificate]) -> frozenset[tup
             )
         found |= {(issuer, each.serial_number) for each in listed}
     return frozenset(found)
+
+
+def lists_in(raw: bytes, name: str = REVOKED) -> list[x509.CertificateRevocationList]:
+    """All revocation lists of a file: any number in PEM, or one in DER. Nobody has checked who signed them.
+
+    Raises:
+        NotReady: there is none, or one cannot be read: what it revokes would be believed.
+    """
+    found = _LIST.findall(raw)
+    try:
+        if _LIST_BEGINS not in raw:
+            return [x509.load_der_x509_crl(raw)]
+        if len(found) == raw.count(_LIST_BEGINS):
+            return [x509.load_pem_x509_crl(each) for each in found]
+    except ValueError:
+        pass
+    raise NotReady(f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
 
 
 def leads_to(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
@@ -119,6 +137,34 @@ def named(certificate: x509.Certificate) -> Principal | None:
     return Principal.from_uri(uris[0]) if len(uris) == 1 else None
 
 
+def domain_of(authority: x509.Certificate) -> str:
+    """The trust domain that an authority names in its certificate, as SPIFFE has it (`spiffe://ward.example`); empty: none.
+
+    Raises:
+        NotReady: it names more than one, or a principal.
+    """
+    uris = [each for each in _uris(authority) if each.startswith(_SCHEME)]
+    domain = uris[0].removeprefix(_SCHEME).removesuffix("/") if uris else ""
+    if len(uris) > 1 or "/" in domain:
+        raise NotReady(
+            f"an authority must name one trust domain as spiffe://ward.example, got {uris[:3]} of "
+            f"{authority.subject.rfc4514_string()[:100]}"
+        )
+    return domain
+
+
+def require_kind(public: PublicKeyTypes, what: str) -> None:
+    """Raises `NotReady` where a key is of a kind that gRPC does not take."""
+    if isinstance(public, rsa.RSAPublicKey):
+        kind, fits = f"RSA of {public.key_size} bits", public.key_size >= _LEAST_BITS
+    elif isinstance(public, ec.EllipticCurvePublicKey):
+        kind, fits = f"ECDSA on {public.curve.name}", isinstance(public.curve, _CURVES)
+    else:
+        kind, fits = type(public).__name__.removeprefix("_").removesuffix("PublicKey"), False
+    if not fits:
+        raise NotReady(f"{what} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+
+
 # ---- inside ----------------------------------------------------------------------------------------------------
 
 
@@ -131,14 +177,7 @@ def _require_own(key: PrivateKeyTypes, chain: Sequence[x509.Certificate]) -> Non
                 f"{CERTIFICATE} must begin with the certificate of {KEY}; those between it and an authority follow"
             )
         raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
-    if isinstance(key, rsa.RSAPrivateKey):
-        kind, fits = f"RSA of {key.key_size} bits", key.key_size >= _LEAST_BITS
-    elif isinstance(key, ec.EllipticCurvePrivateKey):
-        kind, fits = f"ECDSA on {key.curve.name}", isinstance(key.curve, _CURVES)
-    else:
-        kind, fits = type(key).__name__.removeprefix("_").removesuffix("PrivateKey"), False
-    if not fits:
-        raise NotReady(f"{KEY} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+    require_kind(public, KEY)
 
 
 def _require_uses(own: x509.Certificate, principal: Principal) -> None:
@@ -171,19 +210,6 @@ def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
             f"{CERTIFICATE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
             f"insists on them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
         )
-
-
-def _lists_in(raw: bytes) -> list[x509.CertificateRevocationList]:
-    """Raises `NotReady` where there is none, or one cannot be read: what it revokes would be believed."""
-    found = _LIST.findall(raw)
-    try:
-        if _LIST_BEGINS not in raw:
-            return [x509.load_der_x509_crl(raw)]
-        if len(found) == raw.count(_LIST_BEGINS):
-            return [x509.load_pem_x509_crl(each) for each in found]
-    except ValueError:
-        pass
-    raise NotReady(f"{REVOKED} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
 
 
 def _signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:

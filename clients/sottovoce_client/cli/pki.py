@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+from sottovoce.errors import NotReady, SottovoceError, SpecError
 from sottovoce_client.cli.app import AsJson, pki_app
 
 AuthorityFolder = Annotated[
@@ -14,6 +16,7 @@ AuthorityFolder = Annotated[
 ]
 Days = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
 HERE = Path("sottovoce-authority")
+Item = TypeVar("Item")
 
 
 @pki_app.command("init")
@@ -55,21 +58,58 @@ def issue(
             help="A name or address by which other clients than ours know it; repeatable.", show_default="none"
         ),
     ] = None,
+    csr: Annotated[
+        Path | None,
+        typer.Option(
+            "--csr",
+            metavar="FILE",
+            help="Certify the key of this certificate signing request, of `sottovoce pki request` or another tool; the key "
+            "stays with its owner. The name is the one given here, whatever the request asks for. For one name.",
+            show_default="a new key",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Issue identities: folders with a key, a certificate and whom to believe, for --identity."""
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority
+    from sottovoce_client.pki import Authority, asked_for, read_request
 
-    own, console, told = Authority(authority), terminal.console(), []
-    for each in whom:
+    own, console = Authority(authority), terminal.console()
+    if csr is not None and len(whom) != 1:
+        raise SpecError(f"--csr must come with one name, got {len(whom)}: a request is for one key")
+
+    def issue_one(each: str) -> dict[str, object]:
         folder = out / each.replace("/", "-", 1)
-        issued = own.issue(each, folder, days=days, hosts=host or [])
+        issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
         console.print(Text(f"{each}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        told.append({"identity": each, "folder": folder, "until": issued.ends})
-    terminal.tell(lambda: told)
+        facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.ends}
+        if csr is not None and issued.principal is not None:
+            facts["asked_for"] = asked = asked_for(read_request(csr))
+            if others := [name for name in asked if name not in (each, issued.principal.uri)]:
+                console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
+            console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
+        return facts
+
+    _do_each(whom, issue_one)
+
+
+@pki_app.command("request")
+def request(
+    whom: Annotated[str, typer.Argument(metavar="ROLE/NAME", help="Whom the certificate is to name.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder ROLE-NAME is made in this one.")] = Path("identities"),
+    as_json: AsJson = False,
+) -> None:
+    """Make a key that stays here, and a request (tls.csr) that the authority certifies it by. A key that is there is kept."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
+    from sottovoce_client.pki import request as make
+
+    written = make(whom, out / whom.replace("/", "-", 1))
+    terminal.tell(lambda: {"identity": whom, "request": written})
+    terminal.console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
 
 
 @pki_app.command("renew")
@@ -82,18 +122,23 @@ def renew(
     days: Days = 90,
     as_json: AsJson = False,
 ) -> None:
-    """Give identities new keys and certificates. Services that run take them up by themselves."""
+    """Give identities new keys and certificates. Services that run take them up by themselves.
+
+    Other authorities in ca.crt, and their lists in crl.pem, stay.
+    """
     from rich.text import Text
 
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    own, console, told = Authority(authority), terminal.console(), []
-    for folder in folders:
+    own, console = Authority(authority), terminal.console()
+
+    def renew_one(folder: Path) -> dict[str, object]:
         issued = own.renew(folder, days=days)
         console.print(Text(f"{issued.principal}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        told.append({"identity": str(issued.principal), "folder": folder, "until": issued.ends})
-    terminal.tell(lambda: told)
+        return {"identity": str(issued.principal), "folder": folder, "until": issued.ends}
+
+    _do_each(folders, renew_one)
 
 
 @pki_app.command("revoke")
@@ -105,22 +150,39 @@ def revoke(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity."""
+    """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity.
+
+    Exit code 1: a folder of identities did not get the list.
+    """
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority, spread
+    from sottovoce_client.pki import Authority
 
     own, console, told = Authority(authority), terminal.console(), []
+    wrong = ""
     for each in whom:
-        for issued in own.revoke(each):
+        try:
+            revoked = own.revoke(each)
+        except SottovoceError as error:
+            wrong = wrong or str(error)
+            continue
+        for issued in revoked:
             told.append({"identity": each, "serial": f"{issued.serial:x}"})
             console.print(Text(f"{each}: certificate {issued.serial:x} is revoked"))
-    given = spread(authority, identities)
+    given, skipped = own.spread(identities)
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
     )
-    terminal.tell(lambda: {"revoked": told, "list": authority / "crl.pem", "copied_to": given})
+    for folder, why in skipped.items():
+        console.print(Text(f"not to {folder}: {why}", style="bold red"))
+    terminal.tell(
+        lambda: {"revoked": told, "list": authority / "crl.pem", "copied_to": given, "skipped": list(skipped.items())}
+    )
+    if wrong:
+        raise SpecError(wrong)
+    if skipped:
+        raise typer.Exit(1)
 
 
 @pki_app.command("show")
@@ -133,3 +195,24 @@ def show(
     from sottovoce_client.pki import shown
 
     raise typer.Exit(shown(folder, terminal.console()))
+
+
+def _do_each(items: Sequence[Item], act: Callable[[Item], dict[str, object]]) -> None:
+    """Do all that can be done, then name what could not be.
+
+    Raises:
+        SottovoceError: something could not be done.
+    """
+    from sottovoce_client import terminal
+
+    done, failed = list[dict[str, object]](), list[tuple[Item, SottovoceError | OSError]]()
+    for each in items:
+        try:
+            done.append(act(each))
+        except (SottovoceError, OSError) as error:
+            failed.append((each, error))
+    terminal.tell(lambda: done)
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))
