@@ -30,6 +30,7 @@ from sottovoce_rpc.certificates import (
     REVOKED,
     certificates_in,
     domain_of,
+    is_list_of,
     key_in,
     leads_to,
     lists_in,
@@ -307,7 +308,7 @@ class Authority:
         return _authority_of(certificate) == _authority_of(self._certificate)
 
     def _has_signed(self, listed: x509.CertificateRevocationList) -> bool:
-        return _is_list_of(self._certificate, listed)
+        return is_list_of(self._certificate, listed)
 
     def _believed(self) -> list[x509.Certificate]:
         """Its own certificate, and those of others in its folder: every identity gets them."""
@@ -327,7 +328,7 @@ class Authority:
         signers = [*believed, *_certificates(folder / CERTIFICATE)[1:]]
         newest = dict[tuple[bytes, bytes], x509.CertificateRevocationList]()
         for each in (*here, *there):
-            signer = next((_authority_of(one) for one in signers if _is_list_of(one, each)), None)
+            signer = next((_authority_of(one) for one in signers if is_list_of(one, each)), None)
             if signer is None and each in there:
                 raise NotReady(
                     f"every list in {folder / REVOKED} must be signed by an authority of {AUTHORITIES}, got one of "
@@ -376,13 +377,6 @@ def _lists(path: Path) -> list[x509.CertificateRevocationList]:
         NotReady: it cannot be read.
     """
     return lists_in(path.read_bytes(), str(path)) if path.exists() else []
-
-
-def _is_list_of(authority: x509.Certificate, listed: x509.CertificateRevocationList) -> bool:
-    """Whether an authority has signed a revocation list. Two authorities may have one name."""
-    if listed.issuer != authority.subject:
-        return False
-    return listed.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
 
 
 def _newer(listed: x509.CertificateRevocationList) -> tuple[datetime, int]:

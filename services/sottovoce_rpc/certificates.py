@@ -7,7 +7,8 @@ handshake, in words of its own and at the other end, is refused here, where the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -82,26 +83,54 @@ def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Prin
     return principal
 
 
-def revoked_in(raw: bytes, signers: Sequence[x509.Certificate]) -> frozenset[tuple[bytes, int]]:
-    """Issuers and serial numbers of what was revoked.
+def by_domain(authorities: Sequence[x509.Certificate], home: str = "") -> dict[str, list[x509.Certificate]]:
+    """Authorities by the trust domain that they speak for.
+
+    Args:
+        authorities: that are believed.
+        home: the domain of those that name none, where no other one names it. Empty: they stand under "".
+
+    Raises:
+        NotReady: one names more than one domain, or a principal.
+    """
+    found = defaultdict[str, list[x509.Certificate]](list)
+    for each in authorities:
+        found[domain_of(each)].append(each)
+    if home and home not in found and "" in found:
+        found[home] = found.pop("")
+    return dict(found)
+
+
+def revoked_in(
+    raw: bytes, signers: Mapping[str, Sequence[x509.Certificate]]
+) -> Mapping[str, frozenset[tuple[bytes, int]]]:
+    """Issuers and serial numbers of what was revoked, by trust domain.
 
     Args:
         raw: any number of lists in PEM, or one in DER.
-        signers: who may have signed them.
+        signers: who may have signed them, by the domain that they speak for.
 
     Raises:
         NotReady: a list cannot be read, or is of somebody else.
     """
-    found: set[tuple[bytes, int]] = set()
+    found = {domain: set[tuple[bytes, int]]() for domain in signers}
     for listed in lists_in(raw):
         issuer = listed.issuer.public_bytes()
-        own = [each for each in signers if each.subject.public_bytes() == issuer]
-        if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
+        domains = [domain for domain, own in signers.items() if any(is_list_of(each, listed) for each in own)]
+        if not domains:
             raise NotReady(
                 f"{REVOKED} must be signed by an authority of {AUTHORITIES}, or of the chain in {CERTIFICATE}"
             )
-        found |= {(issuer, each.serial_number) for each in listed}
-    return frozenset(found)
+        for domain in domains:
+            found[domain] |= {(issuer, each.serial_number) for each in listed}
+    return {domain: frozenset(revoked) for domain, revoked in found.items()}
+
+
+def is_list_of(authority: x509.Certificate, listed: x509.CertificateRevocationList) -> bool:
+    """Whether an authority has signed a revocation list. Two authorities may have one name."""
+    if listed.issuer != authority.subject:
+        return False
+    return listed.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
 
 
 def lists_in(raw: bytes, name: str = REVOKED) -> list[x509.CertificateRevocationList]:

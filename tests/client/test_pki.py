@@ -339,9 +339,9 @@ def test_a_private_key_stays_with_its_owner(here: Path) -> None:
     own = here / "hospital" / "learner-north"
     key = (own / KEY).read_bytes()
     assert mode(own / KEY) == 0o600
+    back = here / "identities" / "learner-north"
     for _ in range(2):
         assert "asked for" not in said("issue", "learner/north", "--csr", str(own / REQUEST))
-        back = here / "identities" / "learner-north"
         assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES, REVOKED, CERTIFICATE]
         for path in back.iterdir():
             (own / path.name).write_bytes(path.read_bytes())
