@@ -80,10 +80,10 @@ class Principal:
         if found is None:
             return None
         try:
-            named = cls.of(found[1], f"{found[2]}/{unquote(found[3], errors='strict')}")
+            name = unquote(found[3], errors="strict")
+            return None if "@" in name else cls.of(found[1], f"{found[2]}/{name}")  # a name in a URI holds no domain
         except (SpecError, UnicodeDecodeError):
             return None
-        return named if named.uri == uri else None  # a name is written in one way, and never holds a domain
 
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"
