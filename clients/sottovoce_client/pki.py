@@ -168,6 +168,10 @@ class Authority:
             NotReady: the folder has an identity already, or cannot be written, or the request cannot be used.
         """
         principal = Principal.of(self.domain, whom)
+        if principal.domain != self.domain:
+            raise SpecError(
+                f"{whom} must be of {self.domain}, the trust domain of this authority: have its own one issue it"
+            )
         if request is None:
             if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
                 raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")

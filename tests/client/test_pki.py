@@ -133,6 +133,8 @@ def test_no_identity_outlives_its_authority(here: Path) -> None:
         (("issue", "north"), "an identity must be ROLE/NAME"),
         (("issue", "learner/../../etc"), "an identity must be ROLE/NAME"),
         (("issue", "learner/new", "--host", "süd.example"), "a host must be a name in plain letters or an address"),
+        (("issue", "learner/new@east.example"), "must be of ward.example, the trust domain of this authority"),
+        (("revoke", "learner/south@east.example"), "has no certificate that is valid"),
         (("issue", "learner/south"), "there is an identity in identities/learner-south already"),
         (("init", "--domain", "ward.example"), "there is an authority in sottovoce-authority already"),
         (("init", "--domain", "Ward Example", "--authority", "b"), "a trust domain must look like ward.example"),

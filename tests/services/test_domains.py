@@ -143,6 +143,11 @@ async def test_an_owner_names_who_is_of_another_domain(tmp_path: Path, ids: Fede
                 )
 
 
+async def later(up: Network) -> Session | None:
+    await asyncio.sleep(0.01)
+    return up.learners[ANN]._session
+
+
 async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path, ids: Federation) -> None:
     """East's authority issues `learner/ann`, and that is ann of east, wherever it says that it is ann."""
     async with deployed(tmp_path, ids, *NAMES) as up:
@@ -156,8 +161,9 @@ async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path,
             assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
             assert failure.details() == f"learner/ann@{EAST} must join as itself, got {name!r}"
         started = await up.start(spec_of(NAMES, 10_000, "mirror"), 3)
-        while (own := up.learners[ANN]._session) is None or not own.plan.announced:
-            await asyncio.sleep(0.01)
+        own = up.learners[ANN]._session
+        while own is None or not own.plan.announced:
+            own = await later(up)
         own_host = f"ben.learner.{EAST}"
         for caller in (f"learner/ann@{EAST}", f"learner/{CLEO}", f"eavesdropper/ear@{SOUTH}"):
             async with raw_channel(ids.at(caller), ids.at(caller), up.addresses[BEN], own_host) as to:
@@ -340,3 +346,15 @@ def test_all_learners_of_a_run_name_their_domain_or_none() -> None:
     assert small_spec(5, NAMES).names == tuple(NAMES)
     with pytest.raises(ValidationError, match=r"must hold a trust domain \(NAME@DOMAIN\), or none of them, got 'bob'"):
         RunSpec.model_validate(small_spec(5, NAMES).model_dump() | {"learners": [ANN, "bob"]})
+
+
+async def test_a_ledger_by_the_other_name_is_not_passed_over(tmp_path: Path, ids: Federation) -> None:
+    """Another learner's in the same folder is nothing to it."""
+    async with deployed(tmp_path, ids, "ann") as up:
+        spec = spec_of(["ann"], 5)
+        await up.run(spec, made_up(spec))
+        await up.leave("ann")
+        with pytest.raises(NotReady, match="must have no ledger of 'ann', who is this learner by another name"):
+            await up.join(ANN)
+        await up.join(BEN)
+        await up.join("ann")
