@@ -97,14 +97,25 @@ class Authority:
         self._certificate, self._key = max(own, key=_begins), key
 
     @classmethod
-    def init(cls, folder: Path, domain: str, days: int = AUTHORITY_DAYS) -> Authority:
+    def init(
+        cls, folder: Path, domain: str, days: int = AUTHORITY_DAYS, *, replaces: Authority | None = None
+    ) -> Authority:
         """Make an authority for a trust domain.
 
+        Args:
+            folder: for it.
+            domain: that it speaks for.
+            days: for which its certificate is valid.
+            replaces: the authority of this domain whose place it takes: each gets the certificate of the other, and the new
+                one the lists and the record of what was issued, so that it can revoke that.
+
         Raises:
-            SpecError: the domain is none.
+            SpecError: the domain is none, or not that of the authority that is replaced.
             NotReady: there is one already, or the folder cannot be written.
         """
         Principal.of(domain, f"{Role.OPERATOR}/any")
+        if replaces is not None and replaces.domain != domain:
+            raise SpecError(f"the authority that is replaced must be of {domain}, got one of {replaces.domain}")
         if (folder / AUTHORITIES).exists():  # written last: what died before it is begun again
             raise NotReady(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -129,8 +140,16 @@ class Authority:
         )
         _make(folder)
         write_private(folder / AUTHORITY_KEY, _pem(key))
-        _write(folder / REVOKED, _list_of((), name, key))
-        _write(folder / AUTHORITIES, certificate.public_bytes(serialization.Encoding.PEM))
+        listed, believed = _list_of((), name, key), [certificate]
+        if replaces is not None:
+            believed += replaces._believed()
+            listed += _as_file(_lists(replaces.folder / REVOKED))
+            _make(folder / _ISSUED)
+            for path in (replaces.folder / _ISSUED).glob("*.crt"):
+                _write(folder / _ISSUED / path.name, path.read_bytes())
+            _write(replaces.folder / AUTHORITIES, _as_file(_merged([*replaces._believed(), certificate])))
+        _write(folder / REVOKED, listed)
+        _write(folder / AUTHORITIES, _as_file(believed))
         return cls(folder)
 
     @property
@@ -215,11 +234,17 @@ class Authority:
         hosts = before.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         own = {principal.host, host_of(principal.domain, principal.role)}
         more = [each for each in hosts.get_values_for_type(x509.DNSName) if each not in own]
+        if not self._signed(before):  # so that it is revoked with those that were issued here
+            content = before.public_bytes(serialization.Encoding.PEM)
+            _write(self.folder / _ISSUED / f"{before.serial_number:x}.crt", content)
         hosts_kept = [*more, *map(str, hosts.get_values_for_type(x509.IPAddress))]
         return self._issue(principal, folder, days, hosts_kept, None)
 
     def revoke(self, whom: str) -> list[Issued]:
         """Take back all certificates of a principal that are still valid; what is not listed yet is listed now.
+
+        An authority that has taken the place of another one takes back those of that one, too: both have one name, and lists
+        name certificates by that.
 
         Raises:
             SpecError: it is no principal, or has no certificate that is still valid.
@@ -237,23 +262,35 @@ class Authority:
         _write(self.folder / REVOKED, _as_file([listed, *foreign]))
         return own
 
-    def spread(self, identities: Path) -> tuple[list[Path], dict[Path, str]]:
+    @property
+    def others(self) -> list[x509.Certificate]:
+        """Authorities of its domain that its `ca.crt` holds besides, and of which it has no record of what they issued."""
+        issued = [x509.load_pem_x509_certificate(path.read_bytes()) for path in (self.folder / _ISSUED).glob("*.crt")]
+        own = [each for each in self._believed() if domain_of(each) == self.domain and not self._is_own(each)]
+        return [each for each in own if not any(leads_to(one, (), [each]) for one in issued)]
+
+    def spread(self, identities: Path, *, replaced: Authority | None = None) -> tuple[list[Path], dict[Path, str]]:
         """Give the identities that believe this authority its list of revoked certificates; lists of others stay.
 
         Args:
             identities: folder of the folders of identities.
+            replaced: give those that believe this authority the certificate of the one that takes its place, too.
 
         Returns:
-            The folders that have the list now, and those that do not, with the reason.
+            The folders that have it now, and those that do not, with the reason.
         """
         given, skipped = list[Path](), dict[Path, str]()
         folders = {path.parent for name in (CERTIFICATE, AUTHORITIES) for path in identities.glob(f"*/{name}")}
         for folder in sorted(each for each in folders if not (each / AUTHORITY_KEY).exists()):
             try:
                 believed = certificates_in((folder / AUTHORITIES).read_bytes(), AUTHORITIES)
-                if not any(map(self._is_own, believed)):
-                    skipped[folder] = f"its {AUTHORITIES} does not hold this authority"
+                if not any(map((replaced or self)._is_own, believed)):
+                    which = "this authority" if replaced is None else "the authority that is replaced"
+                    skipped[folder] = f"its {AUTHORITIES} does not hold {which}"
                     continue
+                if replaced is not None:
+                    believed = _merged([*believed, self._certificate])
+                    _write(folder / AUTHORITIES, _as_file(believed))
                 _write(folder / REVOKED, self._lists_for(folder, believed))
                 given.append(folder)
             except (OSError, NotReady) as error:
@@ -307,6 +344,9 @@ class Authority:
         _write(folder / REVOKED, lists)
         _write(folder / CERTIFICATE, content)
         return Issued(principal, certificate.serial_number, certificate.not_valid_before_utc, ends)
+
+    def _signed(self, certificate: x509.Certificate) -> bool:
+        return leads_to(certificate, (), [self._certificate])
 
     def _is_own(self, certificate: x509.Certificate) -> bool:
         return _authority_of(certificate) == _authority_of(self._certificate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from sottovoce.errors import NotReady, SpecError
+from sottovoce.errors import NotReady, SpecError, StrangerError
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, certificate_of
 from sottovoce_rpc.certificates import (
@@ -34,6 +35,8 @@ from sottovoce_rpc.certificates import (
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal
 from tests.services.identities import Elsewhen
+
+HERE = "sottovoce-authority"
 
 
 @pytest.fixture
@@ -268,32 +271,52 @@ def x509_pem(folder: Path, domain: str) -> bytes:
 
 
 def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
-    """As docs/identities.md says it: both in every ca.crt, then certificates of the new one; each may revoke until then."""
+    """As docs/identities.md says it: both in every ca.crt, then certificates of the new one, which revokes those of both."""
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "learner/south", "operator/alice")
     folders = [here / "identities" / name for name in ("learner-north", "learner-south", "operator-alice")]
-    said("init", "--domain", "ward.example", "--authority", "new")
-    with pytest.raises(NotReady, match="must be of this authority, or of one of its domain"):
-        Authority(here / "new").renew(folders[0])
-    with (here / "sottovoce-authority" / AUTHORITIES).open("ab") as file:
-        file.write((here / "new" / AUTHORITIES).read_bytes())
-    said("renew", *map(str, folders))
-    assert all(len(believed(folder)) == 2 for folder in folders)
-    assert "copied to 3 identities" in said("revoke", "learner/south")
-    with (here / "new" / AUTHORITIES).open("ab") as file:
-        file.write((here / "sottovoce-authority" / AUTHORITIES).read_bytes())
+    said("revoke", "learner/south")
+    (here / "identities" / "other").mkdir()
+    (here / "identities" / "other" / AUTHORITIES).write_bytes(
+        (Authority.init(here / "b", "b.example").folder / AUTHORITIES).read_bytes()
+    )
+    told = " ".join(said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE, code=1).split())
+    assert "3 identities in identities believe both now" in told
+    assert "not to identities/other: its ca.crt does not hold the authority that is replaced" in told
+    shutil.rmtree(here / "identities" / "other")
+    assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
+    assert all(Credentials(folder).rooted for folder in folders)
+    said("renew", str(folders[0]))
+    first = certificate_of(folders[0]).serial_number
+    said("renew", str(folders[0]), str(folders[2]), "--authority", "new")
+    root = Authority(here / "new")._certificate
+    assert leads_to(certificate_of(folders[0]), (), [root]) and not leads_to(certificate_of(folders[1]), (), [root])
     with pytest.raises(NotReady, match="was revoked"):
         Authority(here / "new").renew(folders[1])
-    said("renew", str(folders[0]), str(folders[2]), "--authority", "new")
-    north = certificate_of(folders[0])
-    south = {
-        each.serial
-        for each in Authority(here / "sottovoce-authority").issued()
-        if str(each.principal) == "learner/south"
-    }
-    assert leads_to(north, (), [x509.load_pem_x509_certificate((here / "new" / AUTHORITIES).read_bytes())])
+
     assert "copied to 3 identities" in said("revoke", "learner/north", "--authority", "new")
-    assert listed(folders[2]) == {*south, north.serial_number}
+    assert {first, certificate_of(folders[0]).serial_number} < listed(folders[2])
+    known = Credentials(folders[2])
+    for folder in (folders[0], folders[1]):
+        with pytest.raises(StrangerError, match="a revoked certificate"):
+            known.known((folder / CERTIFICATE).read_bytes())
+    old = (here / "sottovoce-authority" / "issued" / f"{first:x}.crt").read_bytes()
+    with pytest.raises(StrangerError, match="a revoked certificate"):
+        known.known(old)
+
+
+def test_who_revokes_is_told_of_another_authority_of_the_domain(here: Path) -> None:
+    """The old one does not know what the new one has issued; nor does one that was made beside it."""
+    said("init", "--domain", "ward.example")
+    said("issue", "learner/north", "learner/south")
+    said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE)
+    new = Authority(here / "new")._certificate.serial_number
+    told = " ".join(said("revoke", "learner/north", code=1).split())
+    assert "not revoked is what another authority of ward.example issued: revoke there, too (CN=" in told
+    assert f"{new:x}" in told
+    result = CliRunner().invoke(app, ["pki", "init", "--domain", "b.example", "--authority", "b", "--replaces", "new"])
+    assert isinstance(result.exception, SpecError)
+    assert "must be of b.example, got one of ward.example" in str(result.exception)
 
 
 def test_folders_that_do_not_get_the_list_are_named(here: Path, three: dict[str, Authority]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -24,6 +24,18 @@ def init(
     domain: Annotated[str, typer.Option(help="Trust domain of the deployment, such as ward.example.")],
     authority: AuthorityFolder = HERE,
     days: Days = 3_650,
+    replaces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="An authority whose place this one takes: both, and all identities, get its certificate, and it can revoke "
+            "what that one has issued.",
+            show_default="none",
+        ),
+    ] = None,
+    identities: Annotated[
+        Path, typer.Option(help="With --replaces: folders of identities in this one are given the new certificate.")
+    ] = Path("identities"),
     as_json: AsJson = False,
 ) -> None:
     """Make a certificate authority. Keep its folder where nobody else reads it: whoever has it can be anybody."""
@@ -32,11 +44,26 @@ def init(
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    Authority.init(authority, domain, days)
-    terminal.tell(lambda: {"authority": authority, "domain": domain})
-    terminal.console().print(
-        Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
+    old, console = None if replaces is None else Authority(replaces), terminal.console()
+    own = Authority.init(authority, domain, days, replaces=old)
+    if old is None:
+        terminal.tell(lambda: {"authority": authority, "domain": domain})
+        console.print(
+            Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
+        )
+        return
+    given, skipped = own.spread(identities, replaced=old)
+    console.print(
+        Text(
+            f"authority of {domain} in {authority}; {len(given)} identities in {identities} believe both now; next, when all "
+            f"others do: sottovoce pki renew --authority {authority} {identities}/*"
+        )
     )
+    _name_skipped(skipped)
+    facts = {"authority": authority, "domain": domain, "copied_to": given, "skipped": _as_facts(skipped)}
+    terminal.tell(lambda: facts)
+    if skipped:
+        raise typer.Exit(1)
 
 
 @pki_app.command("issue")
@@ -152,7 +179,7 @@ def revoke(
 ) -> None:
     """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity.
 
-    Exit code 1: a folder of identities did not get the list.
+    Exit code 1: a folder of identities did not get the list, or another authority of this domain is believed, too.
     """
     from rich.text import Text
 
@@ -174,14 +201,27 @@ def revoke(
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
     )
-    for folder, why in skipped.items():
-        console.print(Text(f"not to {folder}: {why}", style="bold red"))
+    _name_skipped(skipped)
+    others = [f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.others]
+    for each in others:
+        console.print(
+            Text(
+                f"not revoked is what another authority of {own.domain} issued: revoke there, too ({each})",
+                style="bold red",
+            )
+        )
     terminal.tell(
-        lambda: {"revoked": told, "list": authority / "crl.pem", "copied_to": given, "skipped": list(skipped.items())}
+        lambda: {
+            "revoked": told,
+            "list": authority / "crl.pem",
+            "copied_to": given,
+            "skipped": _as_facts(skipped),
+            "other_authorities": others,
+        }
     )
     if wrong:
         raise SpecError(wrong)
-    if skipped:
+    if skipped or others:
         raise typer.Exit(1)
 
 
@@ -195,6 +235,19 @@ def show(
     from sottovoce_client.pki import shown
 
     raise typer.Exit(shown(folder, terminal.console()))
+
+
+def _name_skipped(skipped: Mapping[Path, str]) -> None:
+    from rich.text import Text
+
+    from sottovoce_client import terminal
+
+    for folder, why in skipped.items():
+        terminal.console().print(Text(f"not to {folder}: {why}", style="bold red"))
+
+
+def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
+    return [{"folder": folder, "reason": why} for folder, why in skipped.items()]
 
 
 def _do_each(items: Sequence[Item], act: Callable[[Item], dict[str, object]]) -> None:
