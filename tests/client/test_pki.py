@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from sottovoce.errors import NotReady, SpecError, StrangerError
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, certificate_of
+from sottovoce_client.running.local import issue_local
 from sottovoce_rpc.certificates import (
     AUTHORITIES,
     CERTIFICATE,
@@ -432,3 +433,11 @@ def test_requests_that_cannot_be_certified(here: Path) -> None:
         own.issue("learner/north", here / "identities" / "learner-north", request=path)
     with pytest.raises(NotReady, match="must be of learner/west, got learner/north"):
         own.issue("learner/west", here / "identities" / "learner-north", request=path)
+
+
+def test_a_run_on_this_machine_is_of_one_domain(here: Path) -> None:
+    with pytest.raises(
+        SpecError, match="must be of learners of one trust domain, got 'north@north.example': leave --tls out"
+    ):
+        issue_local(here / "ids", ("north@north.example", "east@east.example"))
+    assert not (here / "ids").exists()
