@@ -437,7 +437,7 @@ def test_requests_that_cannot_be_certified(here: Path) -> None:
 
 def test_a_run_on_this_machine_is_of_one_domain(here: Path) -> None:
     with pytest.raises(
-        SpecError, match="must be of learners of one trust domain, got 'north@north.example': leave --tls out"
+        SpecError, match=r"must be of learners of one trust domain, got 'north@north.example': leave --tls out"
     ):
         issue_local(here / "ids", ("north@north.example", "east@east.example"))
     assert not (here / "ids").exists()

@@ -259,8 +259,8 @@ def issue_local(folder: Path, names: Sequence[str]) -> None:
     """
     if foreign := [name for name in names if "@" in name]:
         raise SpecError(
-            f"encrypted channels on this machine must be of learners of one trust domain, got {foreign[0]!r}: leave --tls out, or "
-            "the domains out of the names of learners"
+            f"encrypted channels on this machine must be of learners of one trust domain, got {foreign[0]!r}: leave --tls out, "
+            "or the domains out of the names of learners"
         )
     authority = Authority.init(folder / "authority", "local")
     learners = (f"learner/{name}" for name in names)
