@@ -25,6 +25,7 @@ from rich.text import Text
 from sottovoce.errors import DataError, SottovoceError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
+from sottovoce_client.wording import count
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
 from sottovoce_rpc.access import NOT_BELIEVED
@@ -158,8 +159,19 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
     if not credentials.rooted:
         text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
+    yield from _authorities(credentials.domains)
     if not (folder / REVOKED).exists():
         yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
+
+
+def _authorities(domains: Mapping[str, int]) -> Iterator[Finding]:
+    """For which trust domains authorities are believed, where there are several."""
+    if len(domains) > 1:
+        told = ", ".join(f"{count(number)} of {domain}" for domain, number in domains.items() if domain)
+        yield Finding("authorities", "well", f"{told}: each is believed for its own trust domain alone")
+    if "" in domains:
+        text = f"{AUTHORITIES} has {count(domains[''])} that name no trust domain, and are believed for nobody, for others do"
+        yield Finding("authorities", "warning", text)
 
 
 def _certificate(what: str, principal: Principal, expires: datetime) -> Finding:

@@ -7,26 +7,40 @@ Keys are of P-256, which every TLS library has.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 
 from sottovoce.errors import NotReady, SpecError
 from sottovoce_client import terminal
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED, named
+from sottovoce_rpc.certificates import (
+    AUTHORITIES,
+    CERTIFICATE,
+    KEY,
+    REVOKED,
+    certificates_in,
+    domain_of,
+    is_list_of,
+    key_in,
+    leads_to,
+    lists_in,
+    named,
+    require_kind,
+)
 from sottovoce_rpc.credentials import SOON
 from sottovoce_rpc.principals import Principal, Role, host_of
 
-AUTHORITY_KEY = "ca.key"
+AUTHORITY_KEY, REQUEST = "ca.key", "tls.csr"
 USUAL_DAYS, AUTHORITY_DAYS = 90, 3_650
 _ISSUED = "issued"
 """Folder of an authority with a copy of each certificate that it issued, by serial number."""
@@ -67,7 +81,7 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._certificate = x509.load_pem_x509_certificate((folder / AUTHORITIES).read_bytes())
+            believed = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
             key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
         except OSError as error:
             raise NotReady(
@@ -77,17 +91,31 @@ class Authority:
             raise NotReady(f"the authority in {folder} cannot be used: {' '.join(str(error).split())[:200]}") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise NotReady(f"the authority in {folder} must have a key of an elliptic curve")
-        self._key = key
+        own = [each for each in believed if each.public_key() == key.public_key()]
+        if not own:
+            raise NotReady(f"{folder / AUTHORITIES} must hold the certificate of {AUTHORITY_KEY}, got only others")
+        self._certificate, self._key = max(own, key=_begins), key
 
     @classmethod
-    def init(cls, folder: Path, domain: str, days: int = AUTHORITY_DAYS) -> Authority:
+    def init(
+        cls, folder: Path, domain: str, days: int = AUTHORITY_DAYS, *, replaces: Authority | None = None
+    ) -> Authority:
         """Make an authority for a trust domain.
 
+        Args:
+            folder: for it.
+            domain: that it speaks for.
+            days: for which its certificate is valid.
+            replaces: the authority of this domain whose place it takes: each gets the certificate of the other, and the new
+                one the lists and the record of what was issued, so that it can revoke that.
+
         Raises:
-            SpecError: the domain is none.
+            SpecError: the domain is none, or not that of the authority that is replaced.
             NotReady: there is one already, or the folder cannot be written.
         """
         Principal.of(domain, f"{Role.OPERATOR}/any")
+        if replaces is not None and replaces.domain != domain:
+            raise SpecError(f"the authority that is replaced must be of {domain}, got one of {replaces.domain}")
         if (folder / AUTHORITIES).exists():  # written last: what died before it is begun again
             raise NotReady(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -112,8 +140,16 @@ class Authority:
         )
         _make(folder)
         write_private(folder / AUTHORITY_KEY, _pem(key))
-        _write(folder / REVOKED, _list_of((), name, key))
-        _write(folder / AUTHORITIES, certificate.public_bytes(serialization.Encoding.PEM))
+        listed, believed = _list_of((), name, key), [certificate]
+        if replaces is not None:
+            believed += replaces._believed()
+            listed += _as_file(_lists(replaces.folder / REVOKED))
+            _make(folder / _ISSUED)
+            for path in (replaces.folder / _ISSUED).glob("*.crt"):
+                _write(folder / _ISSUED / path.name, path.read_bytes())
+            _write(replaces.folder / AUTHORITIES, _as_file(_merged([*replaces._believed(), certificate])))
+        _write(folder / REVOKED, listed)
+        _write(folder / AUTHORITIES, _as_file(believed))
         return cls(folder)
 
     @property
@@ -123,49 +159,92 @@ class Authority:
         Raises:
             NotReady: its certificate names none.
         """
-        names = self._certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        if len(uris) != 1 or not uris[0].startswith("spiffe://"):
-            raise NotReady(f"the authority in {self.folder} must name one trust domain, got {uris[:3]}")
-        return uris[0].removeprefix("spiffe://")
+        found = domain_of(self._certificate)
+        if not found:
+            raise NotReady(
+                f"the certificate of the authority in {self.folder} must name one trust domain, and names none"
+            )
+        return found
 
-    def issue(self, whom: str, folder: Path, *, days: int = USUAL_DAYS, hosts: Sequence[str] = ()) -> Issued:
-        """Give a principal a certificate and a key, in a folder of its own.
+    def issue(
+        self, whom: str, folder: Path, *, days: int = USUAL_DAYS, hosts: Sequence[str] = (), request: Path | None = None
+    ) -> Issued:
+        """Issue a certificate to a principal, in a folder of its own, with a new key unless a request names one.
+
+        Authorities and revocation lists that stand in the folder stay there.
 
         Args:
             whom: `role/name`.
             folder: that `--identity` is to be given.
             days: for which it is valid, from now on.
             hosts: names and addresses by which other clients than ours know it.
+            request: file of a certificate signing request. Its key is certified and stays where it is; the principal and
+                the hosts are those given here, whatever the request asks for. A certificate of this principal in the folder
+                is replaced.
 
         Raises:
             SpecError: it is no principal.
-            NotReady: the folder has an identity already, or cannot be written.
+            NotReady: the folder has an identity already, or cannot be written, or the request cannot be used.
         """
         principal = Principal.of(self.domain, whom)
-        if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
-            raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
-        return self._issue(principal, folder, days, hosts)
+        if principal.domain != self.domain:
+            raise SpecError(
+                f"{whom} must be of {self.domain}, the trust domain of this authority: have its own one issue it"
+            )
+        if request is None:
+            if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
+                raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
+            return self._issue(principal, folder, days, hosts, None)
+        if (folder / CERTIFICATE).exists() and (known := named(certificate_of(folder))) != principal:
+            raise NotReady(
+                f"the identity in {folder} must be of {whom}, got {known or 'another one'}: take another folder"
+            )
+        public = read_request(request).public_key()
+        if (folder / KEY).exists() and key_in((folder / KEY).read_bytes()).public_key() != public:
+            raise NotReady(
+                f"{folder / KEY} must be the key of the request {request}, and is another one: take another folder"
+            )
+        return self._issue(principal, folder, days, hosts, public)
 
     def renew(self, folder: Path, *, days: int = USUAL_DAYS) -> Issued:
         """Give an identity another key and certificate, for the same principal and hosts. Services take it up as they run.
 
+        Other authorities in its `ca.crt`, and their lists in its `crl.pem`, stay.
+
         Raises:
-            NotReady: there is none in the folder, or it is none of this authority's, or was revoked.
+            NotReady: there is none in the folder, its key is kept elsewhere, it is of no authority of this domain that this
+                authority's `ca.crt` holds, or it was revoked.
         """
         before = certificate_of(folder)
+        if not (folder / KEY).exists():
+            raise NotReady(
+                f"the key of {folder} is kept elsewhere: have another request made there, and issue by it "
+                "(`sottovoce pki issue --csr`)"
+            )
         principal = named(before)
-        if principal is None or principal.domain != self.domain or not self._signed(before):
-            raise NotReady(f"the identity in {folder} must be of this authority")
-        if before.serial_number in self._revoked():
+        roots = [each for each in self._believed() if domain_of(each) == self.domain]
+        if principal is None or principal.domain != self.domain or not leads_to(before, (), roots):
+            raise NotReady(
+                f"the identity in {folder} must be of this authority, or of one of its domain in its {AUTHORITIES}"
+            )
+        if (before.issuer.public_bytes(), before.serial_number) in _revoked_by(
+            [*_lists(self.folder / REVOKED), *_lists(folder / REVOKED)]
+        ):
             raise NotReady(f"the identity in {folder} was revoked: issue another one")
         hosts = before.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         own = {principal.host, host_of(principal.domain, principal.role)}
         more = [each for each in hosts.get_values_for_type(x509.DNSName) if each not in own]
-        return self._issue(principal, folder, days, [*more, *map(str, hosts.get_values_for_type(x509.IPAddress))])
+        if not self._signed(before):  # so that it is revoked with those that were issued here
+            content = before.public_bytes(serialization.Encoding.PEM)
+            _write(self.folder / _ISSUED / f"{before.serial_number:x}.crt", content)
+        hosts_kept = [*more, *map(str, hosts.get_values_for_type(x509.IPAddress))]
+        return self._issue(principal, folder, days, hosts_kept, None)
 
     def revoke(self, whom: str) -> list[Issued]:
         """Take back all certificates of a principal that are still valid; what is not listed yet is listed now.
+
+        An authority that has taken the place of another one takes back those of that one, too: both have one name, and lists
+        name certificates by that.
 
         Raises:
             SpecError: it is no principal, or has no certificate that is still valid.
@@ -178,26 +257,68 @@ class Authority:
                 f"{whom} has no certificate that is valid; there are those of {', '.join(known) or 'nobody'}"
             )
         serials = [*self._revoked(), *(each.serial for each in own)]
-        _write(self.folder / REVOKED, _list_of(serials, self._certificate.subject, self._key))
+        listed = x509.load_pem_x509_crl(_list_of(serials, self._certificate.subject, self._key))
+        foreign = [each for each in _lists(self.folder / REVOKED) if not self._has_signed(each)]
+        _write(self.folder / REVOKED, _as_file([listed, *foreign]))
         return own
+
+    @property
+    def others(self) -> list[x509.Certificate]:
+        """Authorities of its domain that its `ca.crt` holds besides, and of which it has no record of what they issued."""
+        issued = [x509.load_pem_x509_certificate(path.read_bytes()) for path in (self.folder / _ISSUED).glob("*.crt")]
+        own = [each for each in self._believed() if domain_of(each) == self.domain and not self._is_own(each)]
+        return [each for each in own if not any(leads_to(one, (), [each]) for one in issued)]
+
+    def spread(self, identities: Path, *, replaced: Authority | None = None) -> tuple[list[Path], dict[Path, str]]:
+        """Give the identities that believe this authority its list of revoked certificates; lists of others stay.
+
+        Args:
+            identities: folder of the folders of identities.
+            replaced: give those that believe this authority the certificate of the one that takes its place, too.
+
+        Returns:
+            The folders that have it now, and those that do not, with the reason.
+        """
+        given, skipped = list[Path](), dict[Path, str]()
+        folders = {path.parent for name in (CERTIFICATE, AUTHORITIES) for path in identities.glob(f"*/{name}")}
+        for folder in sorted(each for each in folders if not (each / AUTHORITY_KEY).exists()):
+            try:
+                believed = certificates_in((folder / AUTHORITIES).read_bytes(), AUTHORITIES)
+                if not any(map((replaced or self)._is_own, believed)):
+                    which = "this authority" if replaced is None else "the authority that is replaced"
+                    skipped[folder] = f"its {AUTHORITIES} does not hold {which}"
+                    continue
+                if replaced is not None:
+                    believed = _merged([*believed, self._certificate])
+                    _write(folder / AUTHORITIES, _as_file(believed))
+                _write(folder / REVOKED, self._lists_for(folder, believed))
+                given.append(folder)
+            except (OSError, NotReady) as error:
+                skipped[folder] = (
+                    f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
+                )
+        return given, skipped
 
     def issued(self) -> list[Issued]:
         """All that were issued, the oldest first."""
-        revoked = self._revoked()
+        revoked = {(self._certificate.subject.public_bytes(), serial) for serial in self._revoked()}
         found = [_issued(path, revoked) for path in (self.folder / _ISSUED).glob("*.crt")]
         return sorted(found, key=lambda each: (each.begins, each.ends, str(each.principal)))
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _issue(self, principal: Principal, folder: Path, days: int, hosts: Iterable[str]) -> Issued:
-        now, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
+    def _issue(
+        self, principal: Principal, folder: Path, days: int, hosts: Iterable[str], public: PublicKeyTypes | None
+    ) -> Issued:
+        """Raises `NotReady` before anything is written where the files in the folder cannot be kept."""
+        now, key = datetime.now(UTC), None if public is not None else ec.generate_private_key(ec.SECP256R1())
         ends = min(now + timedelta(days=days), self._certificate.not_valid_after_utc)
         own = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         certificate = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(principal)[:64])]))
             .issuer_name(self._certificate.subject)
-            .public_key(key.public_key())
+            .public_key(key.public_key() if key is not None else public)  # type: ignore[arg-type] # as `read_request` has it
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _EARLY)
             .not_valid_after(ends)
@@ -212,24 +333,107 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
         content = certificate.public_bytes(serialization.Encoding.PEM)
+        believed = _merged([*_certificates(folder / AUTHORITIES), *self._believed()])
+        lists = self._lists_for(folder, believed)
         _make(self.folder / _ISSUED)
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
         _make(folder)
-        write_private(folder / KEY, _pem(key))
-        for name in (AUTHORITIES, REVOKED):
-            _write(folder / name, (self.folder / name).read_bytes())
+        if key is not None:
+            write_private(folder / KEY, _pem(key))
+        _write(folder / AUTHORITIES, _as_file(believed))
+        _write(folder / REVOKED, lists)
         _write(folder / CERTIFICATE, content)
         return Issued(principal, certificate.serial_number, certificate.not_valid_before_utc, ends)
 
     def _signed(self, certificate: x509.Certificate) -> bool:
-        try:
-            certificate.verify_directly_issued_by(self._certificate)
-        except (ValueError, TypeError, InvalidSignature):  # another issuer, another kind of key, a bad signature
-            return False
-        return True
+        return leads_to(certificate, (), [self._certificate])
+
+    def _is_own(self, certificate: x509.Certificate) -> bool:
+        return _authority_of(certificate) == _authority_of(self._certificate)
+
+    def _has_signed(self, listed: x509.CertificateRevocationList) -> bool:
+        return is_list_of(self._certificate, listed)
+
+    def _believed(self) -> list[x509.Certificate]:
+        """Its own certificate, and those of others in its folder: every identity gets them."""
+        return _certificates(self.folder / AUTHORITIES)
 
     def _revoked(self) -> list[int]:
-        return _listed(self.folder)
+        lists = [each for each in _lists(self.folder / REVOKED) if self._has_signed(each)]
+        return [each.serial_number for listed in lists for each in listed]
+
+    def _lists_for(self, folder: Path, believed: Sequence[x509.Certificate]) -> bytes:
+        """The file of revocation lists of an identity: of each authority the newest, its own as it stands here.
+
+        Raises:
+            NotReady: a list is of no authority in `ca.crt`: services would refuse the file.
+        """
+        here, there = _lists(self.folder / REVOKED), _lists(folder / REVOKED)
+        signers = [*believed, *_certificates(folder / CERTIFICATE)[1:]]
+        newest = dict[tuple[bytes, bytes], x509.CertificateRevocationList]()
+        for each in (*here, *there):
+            signer = next((_authority_of(one) for one in signers if is_list_of(one, each)), None)
+            if signer is None and each in there:
+                raise NotReady(
+                    f"every list in {folder / REVOKED} must be signed by an authority of {AUTHORITIES}, got one of "
+                    f"{each.issuer.rfc4514_string()[:100]}: put that authority into {AUTHORITIES}, or take the list out"
+                )
+            if signer is None or (self._has_signed(each) and each not in here):
+                continue
+            if signer not in newest or _newer(newest[signer]) < _newer(each):
+                newest[signer] = each
+        return _as_file(newest.values())
+
+
+def _begins(certificate: x509.Certificate) -> datetime:
+    return certificate.not_valid_before_utc
+
+
+def _authority_of(certificate: x509.Certificate) -> tuple[bytes, bytes]:
+    """Name and key of an authority: its renewed certificate has the same."""
+    return certificate.subject.public_bytes(), certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _merged(certificates: Iterable[x509.Certificate]) -> list[x509.Certificate]:
+    """Of each authority its newest certificate, in the order in which they first stand."""
+    newest = dict[tuple[bytes, bytes], x509.Certificate]()
+    for each in certificates:
+        if (before := newest.get(_authority_of(each))) is None or _begins(before) < _begins(each):
+            newest[_authority_of(each)] = each
+    return list(newest.values())
+
+
+def _certificates(path: Path) -> list[x509.Certificate]:
+    """Those of a file; none where there is no file.
+
+    Raises:
+        NotReady: it cannot be read.
+    """
+    return certificates_in(path.read_bytes(), str(path)) if path.exists() else []
+
+
+def _lists(path: Path) -> list[x509.CertificateRevocationList]:
+    """The revocation lists of a file; none where there is no file.
+
+    Raises:
+        NotReady: it cannot be read.
+    """
+    return lists_in(path.read_bytes(), str(path)) if path.exists() else []
+
+
+def _newer(listed: x509.CertificateRevocationList) -> tuple[datetime, int]:
+    """Greater for the newer of two lists of one authority; of one second, for the one that revokes more."""
+    return listed.last_update_utc, len(listed)
+
+
+def _as_file(each: Iterable[x509.Certificate | x509.CertificateRevocationList]) -> bytes:
+    return b"".join(one.public_bytes(serialization.Encoding.PEM) for one in each)
+
+
+def _revoked_by(lists: Iterable[x509.CertificateRevocationList]) -> set[tuple[bytes, int]]:
+    return {(listed.issuer.public_bytes(), each.serial_number) for listed in lists for each in listed}
 
 
 def _list_of(serials: Iterable[int], issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -255,6 +459,58 @@ def certificate_of(folder: Path) -> x509.Certificate:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is none"
         raise NotReady(f"no certificate in {folder / CERTIFICATE}: {why}") from None
+
+
+def read_request(path: Path) -> x509.CertificateSigningRequest:
+    """A certificate signing request in PEM or DER, signed by the key that it asks a certificate for.
+
+    Raises:
+        NotReady: there is none, its signature is wrong, or its key is of a kind that gRPC does not take.
+    """
+    try:
+        raw = path.read_bytes()
+        load = x509.load_pem_x509_csr if b"-----BEGIN" in raw else x509.load_der_x509_csr
+        found = load(raw)
+        holds = found.is_signature_valid
+    except OSError as error:
+        raise NotReady(f"no certificate signing request in {path}: {error.strerror}") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise NotReady(f"{path} must hold a certificate signing request in PEM or DER, got something else") from None
+    if not holds:
+        raise NotReady(
+            f"{path} must be signed by the key that it asks a certificate for, and is not: have another one made"
+        )
+    require_kind(found.public_key(), f"the key of {path}")
+    return found
+
+
+def asked_for(request: x509.CertificateSigningRequest) -> list[str]:
+    """The names that a request asks for: its URIs, or else its common names."""
+    try:
+        names = request.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError):
+        uris = []
+    return uris or [str(each.value) for each in request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+
+
+def request(whom: str, folder: Path) -> Path:
+    """Make a key, where a folder has none, and a request to certify it for a principal; returns the request's file.
+
+    Raises:
+        SpecError: it is no principal.
+        NotReady: the folder cannot be written, or its key cannot be used.
+    """
+    Principal.of("any", whom)
+    _make(folder)
+    if not (folder / KEY).exists():
+        write_private(folder / KEY, _pem(ec.generate_private_key(ec.SECP256R1())))
+    key = key_in((folder / KEY).read_bytes())
+    require_kind(key.public_key(), str(folder / KEY))
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whom[:64])])
+    made = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    _write(folder / REQUEST, made.public_bytes(serialization.Encoding.PEM))
+    return folder / REQUEST
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -331,23 +587,10 @@ def _host(text: str) -> x509.GeneralName:
         raise SpecError(f"a host must be a name in plain letters or an address, got {text[:100]!r}") from None
 
 
-def _issued(path: Path, revoked: Iterable[int]) -> Issued:
+def _issued(path: Path, revoked: Container[tuple[bytes, int]]) -> Issued:
     found = x509.load_pem_x509_certificate(path.read_bytes())
     ends, begins, serial = found.not_valid_after_utc, found.not_valid_before_utc, found.serial_number
-    return Issued(named(found), serial, begins, ends, serial in set(revoked))
-
-
-def spread(authority: Path, identities: Path) -> list[Path]:
-    """Give identities the authority's list of what was revoked; returns their folders."""
-    own = (authority / AUTHORITIES).read_bytes()
-    found = [
-        path.parent
-        for path in sorted(identities.glob(f"*/{AUTHORITIES}"))
-        if path.read_bytes() == own and (path.parent / CERTIFICATE).exists()
-    ]
-    for folder in found:
-        _write(folder / REVOKED, (authority / REVOKED).read_bytes())
-    return found
+    return Issued(named(found), serial, begins, ends, (found.issuer.public_bytes(), serial) in revoked)
 
 
 def shown(folder: Path, console: Console) -> int:
@@ -364,7 +607,7 @@ def shown(folder: Path, console: Console) -> int:
         newest = {each.principal: each.serial for each in issued if not each.revoked}
     else:
         certificate_of(folder)
-        issued = [_issued(folder / CERTIFICATE, _listed(folder))]
+        issued = [_issued(folder / CERTIFICATE, _revoked_by(_lists(folder / REVOKED)))]
         newest = {each.principal: each.serial for each in issued}
     table, late, now = terminal.table(), 0, datetime.now(UTC)
     told = []
@@ -385,8 +628,3 @@ def shown(folder: Path, console: Console) -> int:
     console.print(table if issued else "no certificates")
     terminal.tell(lambda: told)
     return 1 if late else 0
-
-
-def _listed(folder: Path) -> list[int]:
-    path = folder / REVOKED
-    return [each.serial_number for each in x509.load_pem_x509_crl(path.read_bytes())] if path.exists() else []

@@ -18,7 +18,7 @@ from sottovoce_coordinator.runs import missing
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
 from sottovoce_rpc.early import Tell, if_long
-from sottovoce_rpc.principals import Principal
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_wire.v1 import coordinator_pb2
 
@@ -265,7 +265,7 @@ async def introduced(
     name, address = first.introduction.learner, first.introduction.address
     if re.fullmatch(LEARNER_NAME, name) is None:
         raise RemoteProtocolError(f"a learner's name must be {LEARNER_NAMES}, got {name[:80]!r}")
-    if caller is not None and caller.name != name:
+    if caller is not None and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
         raise StrangerError(f"{caller} must join as itself, got {name!r}")
     if len(address) > _LONGEST_ADDRESS:
         raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")

@@ -40,9 +40,12 @@ from sottovoce.network.topology import Topology
 from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section
 from sottovoce.yaml_files import document_of, fields_of, text_of
 
-LEARNER_NAME = r"^\w[\w .-]{0,62}$"
-"""It is part of file names: no slashes."""
-LEARNER_NAMES = "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens"
+LEARNER_NAME = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
+"""It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
+LEARNER_NAMES = (
+    "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens, and where learners are of "
+    "several trust domains then @DOMAIN"
+)
 """The same in words."""
 _RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -231,6 +234,10 @@ class RunSpec(Section):
         names = Counter(names_of(learners))
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
+        if 0 < len(without := [name for name in names if "@" not in name]) < len(names):
+            raise ValueError(
+                f"all learner names must hold a trust domain (NAME@DOMAIN), or none of them, got {without[0]!r} without one"
+            )
         return learners
 
     @field_validator("absences")

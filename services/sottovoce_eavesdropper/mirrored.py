@@ -11,7 +11,7 @@ from sottovoce.network.roster import called, names_of
 from sottovoce.spec import MOST_LEARNERS
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
-from sottovoce_rpc.principals import Principal
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.signatures import is_signature
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -53,7 +53,9 @@ class Participants:
         Raises:
             StrangerError: it speaks for another one.
         """
-        if caller is not None and self.names[index : index + 1] != (caller.name,):
+        if caller is not None and not caller.is_one_of(
+            *(f"{Role.LEARNER}/{name}" for name in self.names[index : index + 1])
+        ):
             raise StrangerError(f"{caller} must not speak for {called(self.names, index)}")
 
     def require(self, *indices: int) -> None:

@@ -153,7 +153,7 @@ class Relay(grpc.GenericRpcHandler):
             StrangerError: somebody else does.
         """
         caller, name = self._credentials.caller(context), self._ends[0]
-        if caller is not None and name and (caller.role, caller.name) != (Role.LEARNER, name):
+        if caller is not None and name and not caller.is_one_of(f"{Role.LEARNER}/{name}"):
             raise StrangerError(f"{caller} must not speak for {name}")
 
     async def _pass(self, method: str, context: Context) -> None:

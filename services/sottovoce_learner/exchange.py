@@ -95,10 +95,11 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
         return
     spec, accepts = session.role.spec, session.policy.eavesdroppers
     if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
-        if accepts is not None and str(caller) not in accepts:
+        is_accepted = not caller.is_foreign if accepts is None else caller.is_one_of(*accepts)
+        if not is_accepted:
             raise StrangerError(f"the owner of {session.role.name!r} accepts no recording by {caller}")
         return
-    if (caller.role, caller.name) != (Role.LEARNER, spec.names[learner]):
+    if not caller.is_one_of(f"{Role.LEARNER}/{spec.names[learner]}"):
         raise StrangerError(f"{caller} must not speak for {spec.names[learner]}")
 
 

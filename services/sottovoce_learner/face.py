@@ -84,10 +84,10 @@ class Face:
         """Hold a call to whom its owner has named.
 
         Raises:
-            StrangerError: the caller is not one of them, and has none of these roles.
+            StrangerError: the caller is not one of them, and has none of these roles in this learner's domain.
         """
         caller = self._config.credentials.caller(context)
-        if caller is not None and str(caller) not in names and caller.role not in roles:
+        if caller is not None and not caller.is_one_of(*names) and (caller.role not in roles or caller.is_foreign):
             options = " or ".join([f"--owner {caller}", *([f"--feeder {caller}"] if names == self._feeders else [])])
             raise StrangerError(
                 f"{caller} is not one whom the owner of {self._config.name!r} has named for this: {options} at that learner"

@@ -91,7 +91,7 @@ class Hearing:
         if not unsigned.waits(neighbour, signed.statement.block):
             return
         signer, name = self._credentials.signer(signed), self._role.spec.names[neighbour]
-        if (signer.role, signer.name) != (principals.Role.LEARNER, name):
+        if not signer.is_one_of(f"{principals.Role.LEARNER}/{name}"):
             text = f"what {name} says must be signed by itself, got a signature of {signer}"
             raise StrangerError(text, Rule.NAME)
         unsigned.signed(neighbour, signed.statement)

@@ -88,7 +88,8 @@ class Learner:
         """Claim the state folder and listen; returns the address for others.
 
         Raises:
-            NotReady: another process is this learner, its state folder cannot be written, or its identity is another one's.
+            NotReady: another process is this learner, its state folder cannot be written, or has its ledger by another name, or
+                its identity is another one's.
             SpecError: other machines can reach the address, and it has no identity.
             DataError: its identity, or anything else in its state folder, is damaged, or a copy.
             Unavailable: the address cannot be listened on.
@@ -97,6 +98,7 @@ class Learner:
         self.config.credentials.require(principals.Role.LEARNER, self.config.name)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
+            self._require_one_name()
             held = claim(folder, self.config.name)
             try:
                 await asyncio.to_thread(self._require_whole)
@@ -272,6 +274,22 @@ class Learner:
         Also in the same attempt, where a coordinator that did not know the run has ended it here, and knows it by now.
         """
         return isinstance(told, directives.Assignment) and (told.attempt > self._attempt or run_id == self._stopped)
+
+    def _require_one_name(self) -> None:
+        """A learner is called with and without its own trust domain: a ledger by the other name would not count.
+
+        Raises:
+            NotReady: there is one.
+        """
+        own, folder = self.config.credentials.principal, self.config.state_folder
+        if own is None:
+            return
+        (other,) = {own.name, f"{own.name}@{own.domain}"} - {self.config.name}
+        if other in Ledger(folder).learners():
+            raise NotReady(
+                f"the state folder {folder} must have no ledger of {other!r}, who is this learner by another name: start it as "
+                f"{other!r}, or with another state folder, where what it has spent does not count"
+            )
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session

@@ -57,7 +57,7 @@ class Files:
         return self.folder / f"{self.learner}.mark"
 
     def log(self, run_id: str) -> Path:
-        """The folder of a run's log. Neither a run's id nor a learner's name has an @, so no two share one."""
+        """The folder of a run's log. A run's id has no @, so no two share one."""
         return self.folder / f"{run_id}@{self.learner}"
 
     def kept(self, log: Path) -> Path | None:
@@ -66,7 +66,8 @@ class Files:
 
     def logs(self) -> list[Path]:
         """Folders of all logs that are there."""
-        return [each for each in ending(self.folder, f"@{self.learner}") if each.is_dir()]
+        own = (each for each in ending(self.folder, f"@{self.learner}") if each.name.partition("@")[2] == self.learner)
+        return [each for each in own if each.is_dir()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,31 +49,37 @@ class Rule:
     Attributes:
         roles: that may.
         condition: which the service holds it to besides, in words; empty: none.
+        foreign: who may of these roles in another trust domain, in words; empty: nobody.
     """
 
     roles: frozenset[Role]
     condition: str = ""
+    foreign: str = ""
 
 
-def _rule(*roles: Role, condition: str = "") -> Rule:
-    return Rule(frozenset(roles), condition)
+def _rule(*roles: Role, condition: str = "", foreign: str = "") -> Rule:
+    return Rule(frozenset(roles), condition, foreign)
 
 
 _ANY = tuple(role for role in Role if role is not Role.MONITOR)
 _RUNS = _rule(Role.OPERATOR)
-_OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)")
+_NAMED = "who is named with its domain"
+_OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)", foreign=_NAMED)
 ACCESS: Mapping[str, Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
         Role.EAVESDROPPER,
         condition="a neighbour in this run, as itself; an eavesdropper where the run's spec has `capture: relay`",
+        foreign="the same; an eavesdropper that the owner's policy names",
     ),
-    f"{_LEARNER}/Ingest": _rule(*_ANY, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)"),
+    f"{_LEARNER}/Ingest": _rule(
+        *_ANY, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)", foreign=_NAMED
+    ),
     f"{_LEARNER}/Predict": _OWNER,
     f"{_LEARNER}/Ledger": _OWNER,
-    f"{_LEARNER}/Intake": _rule(*_ANY, condition="as `Ingest`"),
-    f"{_LEARNER}/Status": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator"),
-    f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself"),
+    f"{_LEARNER}/Intake": _rule(*_ANY, condition="as `Ingest`", foreign=_NAMED),
+    f"{_LEARNER}/Status": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator", foreign=_NAMED),
+    f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself", foreign="the same"),
     f"{_COORDINATOR}/StartRun": _RUNS,
     f"{_COORDINATOR}/StopRun": _RUNS,
     f"{_COORDINATOR}/ResumeRun": _RUNS,
@@ -89,10 +95,12 @@ ACCESS: Mapping[str, Rule] = {
     f"{_EAVESDROPPER}/ListCaptures": _RUNS,
     f"{_EAVESDROPPER}/ListSent": _rule(Role.COORDINATOR, condition="of captures that it opened"),
     f"{_EAVESDROPPER}/StreamCapture": _RUNS,
-    f"{_EAVESDROPPER}/Mirror": _rule(Role.LEARNER, condition="as itself, in the run that is captured"),
-    "/grpc.health.v1.Health/Check": _rule(*_ANY),
-    "/grpc.health.v1.Health/List": _rule(*_ANY),
-    "/grpc.health.v1.Health/Watch": _rule(*_ANY),
+    f"{_EAVESDROPPER}/Mirror": _rule(
+        Role.LEARNER, condition="as itself, in the run that is captured", foreign="the same"
+    ),
+    "/grpc.health.v1.Health/Check": _rule(*_ANY, foreign="the same"),
+    "/grpc.health.v1.Health/List": _rule(*_ANY, foreign="the same"),
+    "/grpc.health.v1.Health/Watch": _rule(*_ANY, foreign="the same"),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _RUNS,
 }
 """By method, for all services."""
@@ -143,6 +151,11 @@ class Access(grpc.aio.ServerInterceptor):
             if rule is None or caller.role not in rule.roles:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
                 raise StrangerError(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
+            if caller.is_foreign and not rule.foreign:
+                self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
+                raise StrangerError(
+                    f"{caller} may not call {method.rsplit('/', 1)[-1]}, for it is of another trust domain than this service"
+                )
         return caller
 
     async def intercept_service(

@@ -7,12 +7,13 @@ handshake, in words of its own and at the other end, is refused here, where the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -26,6 +27,7 @@ _KEYS = f"ECDSA on P-256 or P-384, or RSA of {_LEAST_BITS} bits or more"
 _SERVICES = (Role.LEARNER, Role.COORDINATOR, Role.EAVESDROPPER)
 """Who is called; feeders and operators only call."""
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+_SCHEME = "spiffe://"
 _LIST_BEGINS = b"-----BEGIN X509 CRL-----"
 _LIST = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
@@ -81,26 +83,71 @@ def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Prin
     return principal
 
 
-def revoked_in(raw: bytes, signers: Sequence[x509.Certificate]) -> frozenset[tuple[bytes, int]]:
-    """Issuers and serial numbers of what was revoked.
+def by_domain(authorities: Sequence[x509.Certificate], home: str = "") -> dict[str, list[x509.Certificate]]:
+    """Authorities by the trust domain that they speak for.
+
+    Args:
+        authorities: that are believed.
+        home: the domain of those that name none, where no other one names it. Empty: they stand under "".
+
+    Raises:
+        NotReady: one names more than one domain, or a principal.
+    """
+    found = defaultdict[str, list[x509.Certificate]](list)
+    for each in authorities:
+        found[domain_of(each)].append(each)
+    if home and home not in found and "" in found:
+        found[home] = found.pop("")
+    return dict(found)
+
+
+def revoked_in(
+    raw: bytes, signers: Mapping[str, Sequence[x509.Certificate]]
+) -> Mapping[str, frozenset[tuple[bytes, int]]]:
+    """Issuers and serial numbers of what was revoked, by trust domain.
 
     Args:
         raw: any number of lists in PEM, or one in DER.
-        signers: who may have signed them.
+        signers: who may have signed them, by the domain that they speak for.
 
     Raises:
         NotReady: a list cannot be read, or is of somebody else.
     """
-    found: set[tuple[bytes, int]] = set()
-    for listed in _lists_in(raw):
+    found = {domain: set[tuple[bytes, int]]() for domain in signers}
+    for listed in lists_in(raw):
         issuer = listed.issuer.public_bytes()
-        own = [each for each in signers if each.subject.public_bytes() == issuer]
-        if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
+        domains = [domain for domain, own in signers.items() if any(is_list_of(each, listed) for each in own)]
+        if not domains:
             raise NotReady(
                 f"{REVOKED} must be signed by an authority of {AUTHORITIES}, or of the chain in {CERTIFICATE}"
             )
-        found |= {(issuer, each.serial_number) for each in listed}
-    return frozenset(found)
+        for domain in domains:
+            found[domain] |= {(issuer, each.serial_number) for each in listed}
+    return {domain: frozenset(revoked) for domain, revoked in found.items()}
+
+
+def is_list_of(authority: x509.Certificate, listed: x509.CertificateRevocationList) -> bool:
+    """Whether an authority has signed a revocation list. Two authorities may have one name."""
+    if listed.issuer != authority.subject:
+        return False
+    return listed.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
+
+
+def lists_in(raw: bytes, name: str = REVOKED) -> list[x509.CertificateRevocationList]:
+    """All revocation lists of a file: any number in PEM, or one in DER. Nobody has checked who signed them.
+
+    Raises:
+        NotReady: there is none, or one cannot be read: what it revokes would be believed.
+    """
+    found = _LIST.findall(raw)
+    try:
+        if _LIST_BEGINS not in raw:
+            return [x509.load_der_x509_crl(raw)]
+        if len(found) == raw.count(_LIST_BEGINS):
+            return [x509.load_pem_x509_crl(each) for each in found]
+    except ValueError:
+        pass
+    raise NotReady(f"{name} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
 
 
 def leads_to(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
@@ -119,6 +166,34 @@ def named(certificate: x509.Certificate) -> Principal | None:
     return Principal.from_uri(uris[0]) if len(uris) == 1 else None
 
 
+def domain_of(authority: x509.Certificate) -> str:
+    """The trust domain that an authority names in its certificate, as SPIFFE has it (`spiffe://ward.example`); empty: none.
+
+    Raises:
+        NotReady: it names more than one, or a principal.
+    """
+    uris = [each for each in _uris(authority) if each.startswith(_SCHEME)]
+    domain = uris[0].removeprefix(_SCHEME).removesuffix("/") if uris else ""
+    if len(uris) > 1 or "/" in domain:
+        raise NotReady(
+            f"an authority must name one trust domain as spiffe://ward.example, got {uris[:3]} of "
+            f"{authority.subject.rfc4514_string()[:100]}"
+        )
+    return domain
+
+
+def require_kind(public: PublicKeyTypes, what: str) -> None:
+    """Raises `NotReady` where a key is of a kind that gRPC does not take."""
+    if isinstance(public, rsa.RSAPublicKey):
+        kind, fits = f"RSA of {public.key_size} bits", public.key_size >= _LEAST_BITS
+    elif isinstance(public, ec.EllipticCurvePublicKey):
+        kind, fits = f"ECDSA on {public.curve.name}", isinstance(public.curve, _CURVES)
+    else:
+        kind, fits = type(public).__name__.removeprefix("_").removesuffix("PublicKey"), False
+    if not fits:
+        raise NotReady(f"{what} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+
+
 # ---- inside ----------------------------------------------------------------------------------------------------
 
 
@@ -131,14 +206,7 @@ def _require_own(key: PrivateKeyTypes, chain: Sequence[x509.Certificate]) -> Non
                 f"{CERTIFICATE} must begin with the certificate of {KEY}; those between it and an authority follow"
             )
         raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
-    if isinstance(key, rsa.RSAPrivateKey):
-        kind, fits = f"RSA of {key.key_size} bits", key.key_size >= _LEAST_BITS
-    elif isinstance(key, ec.EllipticCurvePrivateKey):
-        kind, fits = f"ECDSA on {key.curve.name}", isinstance(key.curve, _CURVES)
-    else:
-        kind, fits = type(key).__name__.removeprefix("_").removesuffix("PrivateKey"), False
-    if not fits:
-        raise NotReady(f"{KEY} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+    require_kind(public, KEY)
 
 
 def _require_uses(own: x509.Certificate, principal: Principal) -> None:
@@ -171,19 +239,6 @@ def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
             f"{CERTIFICATE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
             f"insists on them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
         )
-
-
-def _lists_in(raw: bytes) -> list[x509.CertificateRevocationList]:
-    """Raises `NotReady` where there is none, or one cannot be read: what it revokes would be believed."""
-    found = _LIST.findall(raw)
-    try:
-        if _LIST_BEGINS not in raw:
-            return [x509.load_der_x509_crl(raw)]
-        if len(found) == raw.count(_LIST_BEGINS):
-            return [x509.load_pem_x509_crl(each) for each in found]
-    except ValueError:
-        pass
-    raise NotReady(f"{REVOKED} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
 
 
 def _signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:

@@ -3,7 +3,8 @@
 A folder holds what any authority can write (cert-manager does under these names):
 
 - `tls.crt`, `tls.key`: the certificate, with its chain, and its key;
-- `ca.crt`: the authorities that are believed;
+- `ca.crt`: the authorities that are believed, each for the trust domain that it names alone (one that names none: for that
+  of `tls.crt`, where no other names that);
 - `crl.pem`, if there is one: what they have revoked.
 
 Files are read again when they change. A process without an identity speaks in the clear, and only on this machine, where it
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -36,6 +37,7 @@ from sottovoce_rpc.certificates import (
     CERTIFICATE,
     KEY,
     REVOKED,
+    by_domain,
     certificates_in,
     key_in,
     leads_to,
@@ -45,7 +47,7 @@ from sottovoce_rpc.certificates import (
 )
 from sottovoce_rpc.loopback import is_loopback, of_this_user, served
 from sottovoce_rpc.principals import Principal, Role, host_of
-from sottovoce_rpc.signatures import Signed, Statement, sign
+from sottovoce_rpc.signatures import Signed, Statement, leaf, sign
 
 _MOST_FILE = 1024 * 1024
 _OVERRIDE = "grpc.ssl_target_name_override"
@@ -67,12 +69,28 @@ class _Loaded:
     signing: PrivateKeyTypes = field(repr=False)
     """The key, read."""
     authorities: bytes
+    """All that are believed, PEM."""
+    bundles: Mapping[str, bytes]
+    """Those of each trust domain, PEM."""
     principal: Principal
     expires: datetime
-    revoked: frozenset[tuple[bytes, int]]
-    """By issuer and serial number."""
+    revoked: Mapping[str, frozenset[tuple[bytes, int]]]
+    """By trust domain: issuers and serial numbers."""
     rooted: bool
-    """Whether the chain leads to one of the authorities."""
+    """Whether the chain leads to an authority of its own domain."""
+
+    def bundle(self, domain: str) -> bytes:
+        """The authorities of a trust domain.
+
+        Raises:
+            NotReady: none is believed.
+        """
+        if domain not in self.bundles:
+            raise NotReady(
+                f"{self.folder / AUTHORITIES} must hold an authority that names spiffe://{domain}, and has those of "
+                f"{', '.join(filter(None, self.bundles))} alone: add it (docs/identities.md)"
+            )
+        return self.bundles[domain]
 
 
 @dataclass(slots=True)
@@ -116,7 +134,7 @@ class Credentials:
             NotReady: it holds others, or the files cannot be used.
         """
         own = self.principal
-        if own is not None and (own.role is not role or name not in ("", own.name)):
+        if own is not None and (own.role is not role or not (name == "" or own.is_one_of(f"{role}/{name}"))):
             wanted = f"{role}/{name or 'NAME'}"
             raise NotReady(
                 f"the identity in {self.folder} must be of {wanted}, got {own}: `sottovoce pki issue {wanted}`"
@@ -133,7 +151,7 @@ class Credentials:
 
     @property
     def rooted(self) -> bool:
-        """Whether the certificate, with its chain, is of an authority that this process itself believes; true without one.
+        """Whether the certificate is of an authority of its domain that this process itself believes; true without one.
 
         Raises:
             NotReady: its files cannot be used.
@@ -147,7 +165,21 @@ class Credentials:
         Raises:
             NotReady: its files cannot be used.
         """
-        return self.folder is not None and not (now := self._current()).revoked.isdisjoint(_numbers(now.chain))
+        if self.folder is None:
+            return False
+        now = self._current()
+        return not now.revoked.get(now.principal.domain, frozenset()).isdisjoint(_numbers(now.chain))
+
+    @property
+    def domains(self) -> Mapping[str, int]:
+        """The number of authorities that are believed, by the trust domain that they speak for; "": for none.
+
+        Raises:
+            NotReady: its files cannot be used.
+        """
+        return (
+            {} if self.folder is None else {name: pem.count(b"BEGIN") for name, pem in self._current().bundles.items()}
+        )
 
     # ---- speaking -----------------------------------------------------------------------------------------
 
@@ -158,12 +190,13 @@ class Credentials:
 
         Args:
             address: where it listens.
-            whom, name: who must be there, where there is an identity: a role, and a name or anybody (empty).
+            whom, name: who must be there, where there is an identity: a role, and a name, or anybody in this process's
+                domain (empty). Only authorities of the name's domain are believed.
             options: of the channel.
 
         Raises:
             SpecError: it is on another machine, and there is no identity.
-            NotReady: the files of the identity cannot be used.
+            NotReady: the files of the identity cannot be used, or no authority of the domain is believed.
         """
         if self.folder is None:
             self._require_here(address)
@@ -171,7 +204,8 @@ class Credentials:
         if whom is None:
             raise ValueError(f"a channel to {address} with an identity must say who is to be there")
         now = self._current()
-        credentials = grpc.ssl_channel_credentials(now.authorities, now.key, now.chain)
+        bundle = now.bundle(name.partition("@")[2] or now.principal.domain)
+        credentials = grpc.ssl_channel_credentials(bundle, now.key, now.chain)
         host = host_of(now.principal.domain, whom, name)
         return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
 
@@ -304,17 +338,15 @@ class Credentials:
             StrangerError: nobody of this deployment, or it was revoked.
             Unavailable: it has ended since.
         """
-        now = self._current()
-        found = _parsed(certificate)
-        principal = named(found)
-        if principal is None or principal.domain != now.principal.domain:
-            raise StrangerError("a certificate that names nobody of this deployment")
-        if now.revoked and not now.revoked.isdisjoint({_numbered(found), *_numbers(chain)}):
-            raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
-        if found.not_valid_after_utc < datetime.now(UTC):
-            raise Unavailable(
-                "the certificate that this connection began with has ended: connect again, with a new one"
-            )
+        now, found = self._current(), _parsed(certificate)
+        principal = _known(now, found, chain)
+        if (bundle := now.bundles[principal.domain]) != now.authorities:  # the handshake has believed all of them
+            try:
+                leaf(certificate + chain, bundle, datetime.now(UTC))
+            except StrangerError:
+                raise StrangerError(
+                    f"a certificate of {principal} that no authority of {principal.domain} has issued"
+                ) from None
         return principal
 
     # ---- signing ------------------------------------------------------------------------------------------
@@ -335,8 +367,9 @@ class Credentials:
             StrangerError: nobody of this deployment, it was revoked, or the signature is another one's.
             Unavailable: its certificate has ended.
         """
-        found = signed.signer(self._current().authorities, datetime.now(UTC))
-        return self.known(found.public_bytes(Encoding.PEM), signed.certificates)
+        now, claimed = self._current(), signed.claimed
+        found = signed.signer(now.bundles.get(claimed.domain if claimed else "", now.authorities), datetime.now(UTC))
+        return _known(now, found, signed.certificates)
 
     # ---- files --------------------------------------------------------------------------------------------
 
@@ -397,11 +430,24 @@ def _load(folder: Path) -> _Loaded:
         )
     if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
         log.warning("certificate ends soon", identity=str(principal), days=left.days)
-    revoked: frozenset[tuple[bytes, int]] = frozenset()
+    bundles = by_domain(believed, principal.domain)
+    revoked: Mapping[str, frozenset[tuple[bytes, int]]] = {}
+    if "" in bundles:
+        unbelieved = ", ".join(each.subject.rfc4514_string()[:80] for each in bundles[""][:3])
+        log.warning(
+            "authority believed for nobody", authority=unbelieved, why="it names no trust domain, and others do"
+        )
     if (folder / REVOKED).exists():
-        revoked = revoked_in(_read(folder / REVOKED), [*believed, *between])
-    rooted = leads_to(own, between, believed)
-    return _Loaded(folder, chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked, rooted)
+        home = principal.domain
+        signers = {**bundles, home: [*bundles.get(home, ()), *between]}
+        revoked = revoked_in(_read(folder / REVOKED), signers)
+    rooted = leads_to(own, between, bundles.get(principal.domain, ()))
+    if len(bundles) == 1:
+        whole = dict.fromkeys(bundles, authorities)
+    else:
+        whole = {name: b"".join(each.public_bytes(Encoding.PEM) for each in roots) for name, roots in bundles.items()}
+    ends = own.not_valid_after_utc
+    return _Loaded(folder, chain, key, signing, authorities, whole, principal, ends, revoked, rooted)
 
 
 def _read(path: Path) -> bytes:
@@ -418,6 +464,24 @@ def _require_private(path: Path) -> None:
             f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it, "
             "or where it is a secret of Kubernetes, mount that with defaultMode 0440"
         )
+
+
+def _known(now: _Loaded, found: x509.Certificate, chain: bytes) -> Principal:
+    """Whom a certificate names, as this process calls it; whose authority it is of is not looked at.
+
+    Raises:
+        StrangerError: nobody of a domain that is believed, or it was revoked.
+        Unavailable: it has ended.
+    """
+    principal = named(found)
+    if principal is None or principal.domain not in now.bundles:
+        raise StrangerError("a certificate that names nobody of this deployment")
+    revoked = now.revoked.get(principal.domain, frozenset())
+    if revoked and not revoked.isdisjoint({_numbered(found), *_numbers(chain)}):
+        raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
+    if found.not_valid_after_utc < datetime.now(UTC):
+        raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
+    return principal.seen_from(now.principal.domain)
 
 
 @lru_cache(maxsize=4_096)

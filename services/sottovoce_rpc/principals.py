@@ -1,7 +1,8 @@
 """Who is at the other end of a channel: a role and a name, as they stand in its certificate.
 
 A principal is written as a URI (`spiffe://ward.example/learner/north`), as SPIFFE has it, so that any authority that can
-name workloads can name ours. As gRPC compares hosts and no URIs, a certificate also holds a host that follows from the name:
+name workloads can name ours. Its first part is a trust domain: the authorities of a domain speak for its names, and for no
+others. As gRPC compares hosts and no URIs, a certificate also holds a host that follows from the name:
 who opens a channel to learner north insists on `north.learner.ward.example`, wherever that listens.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import quote, unquote
 
@@ -41,8 +42,9 @@ class Principal:
 
     Attributes:
         role: what it may be allowed, by `sottovoce_rpc.access`.
-        name: a learner's is that of the run spec.
-        domain: all principals of a deployment have the same.
+        name: a learner's is that of the run spec. With its domain (`east@east.example`) where that is another one than that
+            of the process that asks.
+        domain: its trust domain.
     """
 
     role: Role
@@ -51,38 +53,59 @@ class Principal:
 
     @classmethod
     def of(cls, domain: str, text: str) -> Principal:
-        """From `role/name`, as people write it.
+        """From `role/name`, or `role/name@domain` in another domain, as people write it.
+
+        Args:
+            domain: of who writes it: a name without a domain is of this one.
+            text: what is written.
 
         Raises:
             SpecError: it is none, or the domain is none.
         """
         role, _, name = text.partition("/")
+        bare, _, other = name.partition("@")
         if role not in frozenset(Role) or re.fullmatch(LEARNER_NAME, name) is None:
             raise SpecError(
                 f"an identity must be ROLE/NAME with a role of {', '.join(Role)} and a name like a learner's, got {text[:100]!r}"
             )
-        if len(domain) > _MOST_DOMAIN or re.fullmatch(_DOMAIN, domain) is None:
-            raise SpecError(f"a trust domain must look like ward.example, in small letters, got {domain[:200]!r}")
-        return cls(Role(role), name, domain)
+        for each in (domain, other or domain):
+            if len(each) > _MOST_DOMAIN or re.fullmatch(_DOMAIN, each) is None:
+                raise SpecError(f"a trust domain must look like ward.example, in small letters, got {each[:200]!r}")
+        return cls(Role(role), bare if other in ("", domain) else name, other or domain)
 
     @classmethod
     def from_uri(cls, uri: str) -> Principal | None:
-        """Of a certificate; None: it names nobody of a deployment."""
+        """Of a certificate, by its name in its own domain; None: it names nobody of a deployment."""
         found = re.fullmatch(r"spiffe://([^/]+)/([^/]+)/([^/]+)", uri)
         if found is None:
             return None
         try:
-            return cls.of(found[1], f"{found[2]}/{unquote(found[3], errors='strict')}")
+            name = unquote(found[3], errors="strict")
+            return None if "@" in name else cls.of(found[1], f"{found[2]}/{name}")  # a name in a URI holds no domain
         except (SpecError, UnicodeDecodeError):
             return None
 
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"
 
+    def seen_from(self, domain: str) -> Principal:
+        """The same principal as a process of a domain calls it: with its own domain in its name, if that is another one."""
+        bare = self.name.partition("@")[0]
+        return replace(self, name=bare if self.domain == domain else f"{bare}@{self.domain}")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is of another domain than the process that asks."""
+        return "@" in self.name
+
+    def is_one_of(self, *texts: str) -> bool:
+        """Whether one of these, as people write them, names this principal. Its own domain may be written or left out."""
+        return str(self) in texts or f"{self.role}/{self.name.partition('@')[0]}@{self.domain}" in texts
+
     @property
     def uri(self) -> str:
         """As certificates hold it."""
-        return f"spiffe://{self.domain}/{self.role}/{quote(self.name, safe='')}"
+        return f"spiffe://{self.domain}/{self.role}/{quote(self.name.partition('@')[0], safe='')}"
 
     @property
     def host(self) -> str:
@@ -91,7 +114,15 @@ class Principal:
 
 
 def host_of(domain: str, role: Role, name: str = "") -> str:
-    """The host that certificates of a principal hold; without a name: of everybody in a role."""
+    """The host that certificates of a principal hold; without a name: of everybody in a role.
+
+    Args:
+        domain: of who asks.
+        role: the principal's.
+        name: the principal's, with its domain where that is another one.
+    """
+    name, _, other = name.partition("@")
+    domain = other or domain
     if not name:
         return f"{role}.{domain}"
     label = name if re.fullmatch(_LABEL, name) else f"h--{hashlib.sha256(name.encode()).hexdigest()[:_HASHED]}"

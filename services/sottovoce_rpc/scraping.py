@@ -164,9 +164,10 @@ class _Door:
         except (StrangerError, Unavailable) as error:
             self.refused.note(STRANGER, method=_PATH, caller=str(error), peer=peer)
             raise _Refused(HTTPStatus.FORBIDDEN, "whoever asks is not believed here") from None
-        if caller.role not in SCRAPERS:
+        if caller.role not in SCRAPERS or caller.is_foreign:
             self.refused.note(ROLE, method=_PATH, caller=str(caller), peer=peer)
-            raise _Refused(HTTPStatus.FORBIDDEN, f"metrics are for {' and '.join(sorted(SCRAPERS))}, not for {caller}")
+            wanted = " and ".join(sorted(SCRAPERS)) + (" of this trust domain" if caller.is_foreign else "")
+            raise _Refused(HTTPStatus.FORBIDDEN, f"metrics are for {wanted}, not for {caller}")
 
 
 def _shown(tls: ssl.SSLObject) -> tuple[bytes, bytes]:

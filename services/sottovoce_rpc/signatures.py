@@ -21,7 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
 from sottovoce.errors import NotReady, RemoteProtocolError, Rule, StrangerError
+from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import read_signature
+from sottovoce_rpc.principals import Principal
 from sottovoce_wire.v1 import learner_pb2
 
 BLOCK = 32
@@ -123,6 +125,14 @@ class Signed:
             )
         return cls(Statement(run_id, said.sender, said.block, said.digests), said.certificates, said.signature)
 
+    @property
+    def claimed(self) -> Principal | None:
+        """Whom the signer's certificate names, which nobody has checked; None: nobody of a deployment."""
+        try:
+            return named(x509.load_pem_x509_certificate(self.certificates))
+        except (ValueError, x509.InvalidVersion):
+            return None
+
     def signer(self, authorities: bytes, moment: datetime) -> x509.Certificate:
         """The certificate of who has signed this.
 
@@ -133,9 +143,7 @@ class Signed:
         Raises:
             StrangerError: none of theirs, or the signature is not of its key.
         """
-        # A minute is found to be right once. Its end: a certificate may have been issued in it.
-        minute = moment.replace(second=0, microsecond=0) + timedelta(minutes=1)
-        found = _leaf(self.certificates, authorities, minute)
+        found = leaf(self.certificates, authorities, moment)
         if not _holds(found.public_key(), self.signature, self.statement.content):
             raise StrangerError("a signature that is not of the key of its certificate", Rule.SIGNATURE)
         return found
@@ -205,13 +213,23 @@ _REASONS = {
 """What the library says, and what we do."""
 
 
-@lru_cache(maxsize=256)
-def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
-    """The first certificate of a chain that leads to somebody who is believed.
+def leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
+    """The first certificate of a chain that leads to one of some authorities.
+
+    Args:
+        certificates: PEM, its own first.
+        authorities: PEM.
+        moment: at which all of them must be valid.
 
     Raises:
         StrangerError: it does not, or not at this moment.
     """
+    # A minute is found to be right once. Its end: a certificate may have been issued in it.
+    return _leaf(certificates, authorities, moment.replace(second=0, microsecond=0) + timedelta(minutes=1))
+
+
+@lru_cache(maxsize=256)
+def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
     try:
         own, *between = x509.load_pem_x509_certificates(certificates)
         policy = PolicyBuilder().store(Store(x509.load_pem_x509_certificates(authorities))).time(moment)

@@ -51,8 +51,8 @@ _HANDSHAKES = {
     ("CERTIFICATE_VERIFY_FAILED", "purpose"): "its certificate is not for a server (extended key usage)",
     (
         "CERTIFICATE_VERIFY_FAILED",
-    ): "its certificate is of no authority that this process believes (ca.crt), comes without those "
-    "between it and the authority (tls.crt), or is out of its time",
+    ): "its certificate is of no authority that this process believes for the name that it expects there (ca.crt), comes "
+    "without those between it and the authority (tls.crt), or is out of its time",
     (
         "certificate signature failure",
     ): "its certificate is of another authority than the one of that name that this process believes (ca.crt)",

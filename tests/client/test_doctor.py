@@ -10,6 +10,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,13 +19,14 @@ from sottovoce_client.cli import app
 from sottovoce_client.doctor import Finding, Patient, examine, show
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.certificates import REVOKED
+from sottovoce_rpc.certificates import AUTHORITIES, REVOKED
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.metrics import common
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.scraping import Scraped, scraped
 from tests.examples import made_up, small_spec
-from tests.services.identities import Elsewhen, Identities
+from tests.services.authorities import Signer
+from tests.services.identities import Elsewhen, Federation, Identities
 from tests.services.network import network
 
 NAMES = ["ann", "ben"]
@@ -100,6 +102,19 @@ def test_an_identity_that_ends_soon_or_cannot_be_used(tmp_path: Path) -> None:
     assert (lost.state, "tls.key" in lost.text) == ("wrong", True)
     (open_to_all,) = doctor._identity(Credentials(insecure=True))
     assert open_to_all.state == "warning"
+
+
+def test_authorities_of_several_domains_are_told(tmp_path: Path) -> None:
+    """And one that no name is believed of."""
+    ids = Federation(tmp_path, ("ward.example", "east.example"))
+    folder = ids.at("operator/alice")
+    found = list(doctor._identity(Credentials(folder)))
+    assert of(found, "authorities").text.startswith("1 of ward.example, 1 of east.example: each is believed")
+    with (folder / AUTHORITIES).open("ab") as file:
+        file.write(Signer.of("no domain").certificate.public_bytes(Encoding.PEM))
+    wrong = [each for each in doctor._identity(Credentials(folder)) if each.what == "authorities"]
+    assert [each.state for each in wrong] == ["well", "warning"]
+    assert "1 that name no trust domain" in wrong[1].text
 
 
 async def test_an_identity_that_was_revoked_is_wrong(tmp_path: Path) -> None:

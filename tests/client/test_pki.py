@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -11,14 +12,32 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from sottovoce.errors import NotReady, SpecError
+from sottovoce.errors import NotReady, SpecError, StrangerError
 from sottovoce_client.cli import app
-from sottovoce_client.pki import AUTHORITY_KEY, Authority, certificate_of
-from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
+from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, certificate_of
+from sottovoce_client.running.local import issue_local
+from sottovoce_rpc.certificates import (
+    AUTHORITIES,
+    CERTIFICATE,
+    KEY,
+    REVOKED,
+    certificates_in,
+    domain_of,
+    leads_to,
+    lists_in,
+    named,
+)
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.principals import Principal
 from tests.services.identities import Elsewhen
+
+HERE = "sottovoce-authority"
 
 
 @pytest.fixture
@@ -118,6 +137,8 @@ def test_no_identity_outlives_its_authority(here: Path) -> None:
         (("issue", "north"), "an identity must be ROLE/NAME"),
         (("issue", "learner/../../etc"), "an identity must be ROLE/NAME"),
         (("issue", "learner/new", "--host", "süd.example"), "a host must be a name in plain letters or an address"),
+        (("issue", "learner/new@east.example"), "must be of ward.example, the trust domain of this authority"),
+        (("revoke", "learner/south@east.example"), "has no certificate that is valid"),
         (("issue", "learner/south"), "there is an identity in identities/learner-south already"),
         (("init", "--domain", "ward.example"), "there is an authority in sottovoce-authority already"),
         (("init", "--domain", "Ward Example", "--authority", "b"), "a trust domain must look like ward.example"),
@@ -190,3 +211,233 @@ def test_another_authority_may_have_signed(here: Path) -> None:
     assert str(Credentials(here / "north").principal) == "learner/north"
     own = Credentials(here / "main")
     assert own.known((here / "north" / CERTIFICATE).read_bytes()) == Credentials(here / "north").principal
+
+
+def believed(folder: Path) -> set[bytes]:
+    return {each.fingerprint(hashes.SHA256()) for each in certificates_in((folder / AUTHORITIES).read_bytes(), "")}
+
+
+def listed(folder: Path) -> set[int]:
+    return {each.serial_number for one in lists_in((folder / REVOKED).read_bytes()) for each in one}
+
+
+@pytest.fixture
+def three(here: Path) -> dict[str, Authority]:
+    """Authorities of three organisations; each has the certificates and the lists of all in its own folder."""
+    made = {name: Authority.init(here / f"{name}-authority", f"{name}.example") for name in ("north", "east", "south")}
+    for name, own in made.items():
+        own.issue(f"learner/{name}-old", here / "gone" / f"{name}-old")
+        own.revoke(f"learner/{name}-old")
+    for file in (AUTHORITIES, REVOKED):
+        contents = {name: (own.folder / file).read_bytes() for name, own in made.items()}
+        for name, own in made.items():
+            others = [content for other, content in contents.items() if other != name]
+            (own.folder / file).write_bytes(b"".join([*others, contents[name]]))
+    return {name: Authority(own.folder) for name, own in made.items()}
+
+
+def test_what_other_authorities_wrote_stays(here: Path, three: dict[str, Authority]) -> None:
+    """Every command that writes ca.crt or crl.pem leaves three authorities and their three lists there."""
+    place, first = ("--authority", "north-authority"), "identities/learner-north"
+    said("issue", "learner/north", "operator/alice", *place)
+    authorities, lists = believed(here / first), listed(here / first)
+    assert (len(authorities), len(lists)) == (3, 3)
+    said("renew", first, *place)
+    assert (believed(here / first), listed(here / first)) == (authorities, lists)
+    alice = certificate_of(here / "identities" / "operator-alice").serial_number
+    said("revoke", "operator/alice", *place)
+    for folder in (here / first, here / "north-authority"):
+        assert (believed(folder), listed(folder)) == (authorities, {*lists, alice})
+    assert "revoked" in said("show", "identities/operator-alice")
+    assert str(Credentials(here / first).principal) == "learner/north"
+
+
+def test_authorities_that_only_the_identity_knows_stay(here: Path, three: dict[str, Authority]) -> None:
+    """An authority that has its own certificate alone takes nothing away; a newer foreign list is kept."""
+    north, own = here / "north-authority", here / "identities" / "learner-north"
+    said("issue", "learner/north", "--authority", "north-authority")
+    authorities = believed(own)
+    (north / AUTHORITIES).write_bytes(x509_pem(north, "north.example"))
+    three["east"].issue("learner/late", here / "late")
+    three["east"].revoke("learner/late")
+    (own / REVOKED).write_bytes((here / "east-authority" / REVOKED).read_bytes())
+    lists = listed(own)
+    said("renew", str(own), "--authority", "north-authority")
+    assert (believed(own), listed(own)) == (authorities, lists)
+
+
+def x509_pem(folder: Path, domain: str) -> bytes:
+    found = certificates_in((folder / AUTHORITIES).read_bytes(), "")
+    return next(each.public_bytes(serialization.Encoding.PEM) for each in found if domain_of(each) == domain)
+
+
+def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
+    """As docs/identities.md says it: both in every ca.crt, then certificates of the new one, which revokes those of both."""
+    said("init", "--domain", "ward.example")
+    said("issue", "learner/north", "learner/south", "operator/alice")
+    folders = [here / "identities" / name for name in ("learner-north", "learner-south", "operator-alice")]
+    said("revoke", "learner/south")
+    (here / "identities" / "other").mkdir()
+    (here / "identities" / "other" / AUTHORITIES).write_bytes(
+        (Authority.init(here / "b", "b.example").folder / AUTHORITIES).read_bytes()
+    )
+    told = " ".join(said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE, code=1).split())
+    assert "3 identities in identities believe both now" in told
+    assert "not to identities/other: its ca.crt does not hold the authority that is replaced" in told
+    shutil.rmtree(here / "identities" / "other")
+    assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
+    assert all(Credentials(folder).rooted for folder in folders)
+    said("renew", str(folders[0]))
+    first = certificate_of(folders[0]).serial_number
+    said("renew", str(folders[0]), str(folders[2]), "--authority", "new")
+    root = Authority(here / "new")._certificate
+    assert leads_to(certificate_of(folders[0]), (), [root]) and not leads_to(certificate_of(folders[1]), (), [root])
+    with pytest.raises(NotReady, match="was revoked"):
+        Authority(here / "new").renew(folders[1])
+
+    assert "copied to 3 identities" in said("revoke", "learner/north", "--authority", "new")
+    assert {first, certificate_of(folders[0]).serial_number} < listed(folders[2])
+    known = Credentials(folders[2])
+    for folder in (folders[0], folders[1]):
+        with pytest.raises(StrangerError, match="a revoked certificate"):
+            known.known((folder / CERTIFICATE).read_bytes())
+    old = (here / "sottovoce-authority" / "issued" / f"{first:x}.crt").read_bytes()
+    with pytest.raises(StrangerError, match="a revoked certificate"):
+        known.known(old)
+
+
+def test_who_revokes_is_told_of_another_authority_of_the_domain(here: Path) -> None:
+    """The old one does not know what the new one has issued; nor does one that was made beside it."""
+    said("init", "--domain", "ward.example")
+    said("issue", "learner/north", "learner/south")
+    said("init", "--domain", "ward.example", "--authority", "new", "--replaces", HERE)
+    new = Authority(here / "new")._certificate.serial_number
+    told = " ".join(said("revoke", "learner/north", code=1).split())
+    assert "not revoked is what another authority of ward.example issued: revoke there, too (CN=" in told
+    assert f"{new:x}" in told
+    result = CliRunner().invoke(app, ["pki", "init", "--domain", "b.example", "--authority", "b", "--replaces", "new"])
+    assert isinstance(result.exception, SpecError)
+    assert "must be of b.example, got one of ward.example" in str(result.exception)
+
+
+def test_folders_that_do_not_get_the_list_are_named(here: Path, three: dict[str, Authority]) -> None:
+    said("issue", "learner/north", "learner/south", "learner/west", "--authority", "north-authority")
+    own = here / "identities"
+    (own / "learner-south" / AUTHORITIES).write_bytes(x509_pem(here / "east-authority", "east.example"))
+    (own / "learner-west" / REVOKED).write_bytes(b"garbage")
+    (own / "somebody").mkdir()
+    told = " ".join(said("revoke", "learner/north", "--authority", "north-authority", code=1).split())
+    assert "copied to 1 identities" in told
+    assert "not to identities/learner-south: its ca.crt does not hold this authority" in told
+    assert "not to identities/learner-west: identities/learner-west/crl.pem must hold lists" in told
+    assert "somebody" not in told
+    assert certificate_of(own / "learner-north").serial_number in listed(own / "learner-north")
+
+
+def test_one_that_cannot_be_renewed_keeps_none_from_it(here: Path) -> None:
+    said("init", "--domain", "ward.example")
+    said("issue", "learner/north", "learner/south")
+    before = certificate_of(here / "identities" / "learner-south")
+    result = CliRunner().invoke(app, ["pki", "renew", "nowhere", "identities/learner-south", "neither"])
+    assert isinstance(result.exception, NotReady)
+    assert "nowhere" in str(result.exception)
+    assert "neither" in str(result.exception)
+    assert certificate_of(here / "identities" / "learner-south") != before
+
+
+def test_a_list_of_an_unknown_authority_is_not_lost_in_silence(here: Path, three: dict[str, Authority]) -> None:
+    said("issue", "learner/north", "--authority", "north-authority")
+    own = here / "identities" / "learner-north"
+    (own / AUTHORITIES).write_bytes(x509_pem(here / "north-authority", "north.example"))
+    (here / "north-authority" / AUTHORITIES).write_bytes(x509_pem(here / "north-authority", "north.example"))
+    before = {path: path.read_bytes() for path in own.iterdir()}
+    with pytest.raises(
+        NotReady, match=r"must be signed by an authority of ca.crt, got one of CN=.*put that authority into"
+    ):
+        Authority(here / "north-authority").renew(own)
+    assert {path: path.read_bytes() for path in own.iterdir()} == before
+
+
+def test_a_private_key_stays_with_its_owner(here: Path) -> None:
+    """A request goes to the authority, a certificate comes back; renewed the same way."""
+    said("init", "--domain", "ward.example")
+    said("request", "learner/north", "--out", "hospital")
+    own = here / "hospital" / "learner-north"
+    key = (own / KEY).read_bytes()
+    assert mode(own / KEY) == 0o600
+    back = here / "identities" / "learner-north"
+    for _ in range(2):
+        assert "asked for" not in said("issue", "learner/north", "--csr", str(own / REQUEST))
+        assert sorted(path.name for path in back.iterdir()) == [AUTHORITIES, REVOKED, CERTIFICATE]
+        for path in back.iterdir():
+            (own / path.name).write_bytes(path.read_bytes())
+        assert str(Credentials(own).principal) == "learner/north"
+        said("request", "learner/north", "--out", "hospital")
+        assert (own / KEY).read_bytes() == key
+    with pytest.raises(NotReady, match="is kept elsewhere: have another request made there"):
+        Authority(here / "sottovoce-authority").renew(back)
+    assert "copied to 1 identities" in said("revoke", "learner/north")
+
+
+def asked(folder: Path, key: PrivateKeyTypes, name: str = "learner/north", uri: str | None = None) -> Path:
+    builder = x509.CertificateSigningRequestBuilder().subject_name(
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    )
+    if uri is not None:
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri), x509.DNSName("evil.example")])
+        builder = builder.add_extension(names, critical=False)
+    path = folder / "asked.csr"
+    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    path.write_bytes(builder.sign(key, algorithm).public_bytes(serialization.Encoding.DER))  # type: ignore[arg-type]
+    return path
+
+
+def test_the_authority_names_whom_it_certifies(here: Path) -> None:
+    said("init", "--domain", "ward.example")
+    path = asked(here, ec.generate_private_key(ec.SECP384R1()), uri="spiffe://ward.example/operator/root")
+    told = " ".join(said("issue", "learner/north", "--csr", str(path)).split())
+    assert "asked for spiffe://ward.example/operator/root; the certificate is for learner/north" in told
+    names = certificate_of(here / "identities" / "learner-north").extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert "evil.example" not in names.value.get_values_for_type(x509.DNSName)
+    assert named(certificate_of(here / "identities" / "learner-north")) == Principal.of("ward.example", "learner/north")
+
+
+def test_requests_that_cannot_be_certified(here: Path) -> None:
+    said("init", "--domain", "ward.example")
+    own = Authority(here / "sottovoce-authority")
+    good = asked(here, ec.generate_private_key(ec.SECP256R1())).read_bytes()
+    wrong = here / "wrong.csr"
+    wrong.write_bytes(good[:-4] + bytes([good[-4] ^ 1]) + good[-3:])
+    with pytest.raises(NotReady, match="must be signed by the key that it asks a certificate for"):
+        own.issue("learner/north", here / "out", request=wrong)
+    for key, kind in (
+        (ed25519.Ed25519PrivateKey.generate(), "Ed25519"),
+        (ec.generate_private_key(ec.SECP521R1()), "secp521r1"),
+        (rsa.generate_private_key(65537, 1024), "RSA of 1024 bits"),  # noqa: S505 - refused
+    ):
+        with pytest.raises(NotReady, match=f"asked.csr must be of ECDSA on .*, got .*{kind}"):
+            own.issue("learner/north", here / "out", request=asked(here, key))
+    wrong.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\ngarbage")
+    with pytest.raises(NotReady, match="must hold a certificate signing request"):
+        own.issue("learner/north", here / "out", request=wrong)
+    with pytest.raises(NotReady, match=r"no certificate signing request in .*: No such file"):
+        own.issue("learner/north", here / "out", request=here / "none.csr")
+    assert not (here / "out").exists()
+    said("issue", "learner/north", "learner/south")
+    result = CliRunner().invoke(app, ["pki", "issue", "learner/a", "learner/b", "--csr", "asked.csr"])
+    assert isinstance(result.exception, SpecError)
+    path = asked(here, ec.generate_private_key(ec.SECP256R1()))
+    with pytest.raises(NotReady, match=r"tls.key must be the key of the request"):
+        own.issue("learner/north", here / "identities" / "learner-north", request=path)
+    with pytest.raises(NotReady, match="must be of learner/west, got learner/north"):
+        own.issue("learner/west", here / "identities" / "learner-north", request=path)
+
+
+def test_a_run_on_this_machine_is_of_one_domain(here: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"must be of learners of one trust domain, got 'north@north.example': leave --tls out"
+    ):
+        issue_local(here / "ids", ("north@north.example", "east@east.example"))
+    assert not (here / "ids").exists()

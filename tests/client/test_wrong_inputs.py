@@ -188,6 +188,7 @@ WRONG = [
     ("transcript verify nowhere --ca nowhere.crt", "nowhere"),
     ("pki init --domain 'a b'", "a b"),
     ("pki issue bob --authority nowhere", "nowhere"),
+    ("pki request king/a", "king/a"),
     ("pki renew nowhere --authority folder", "folder"),
     ("pki revoke learner/a --authority nowhere", "nowhere"),
     ("pki show nowhere", "nowhere"),

@@ -327,6 +327,31 @@ def test_certificates_name_who_the_services_insist_on(values: Values) -> None:
         assert {f"learner/{name}" for name in values.get("learners", {})} <= issued
 
 
+def test_the_authorities_of_several_organisations_stand_in_every_identity() -> None:
+    """A name in full is that of its own certificate; the key and the certificate are the secret's alone."""
+    own, other = f"north@{DOMAIN}", "east@east.example"
+    values = {"learners": {own: {}}, "edges": [[own, other]], "elsewhere": {other: ELSEWHERE}}
+    release = rendered(merged(ISSUED, values, {"identities": {"authorities": "all"}}))
+    plain = rendered(merged(ISSUED, {"learners": {"north": {}}}))
+    names = [
+        [each["spec"]["uris"] + each["spec"].get("dnsNames", []) for each in one.of("Certificate")]
+        for one in (release, plain)
+    ]
+    assert names[0] == names[1]
+    pods = list(release.pods())
+    assert len(pods) == 3
+    for _, pod in pods:
+        (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "identity")
+        secret, authorities = volume["projected"]["sources"]
+        assert [each["path"] for each in secret["secret"]["items"]] == ["tls.crt", "tls.key"]
+        assert authorities == {"configMap": {"name": "all"}}
+        assert volume["projected"]["defaultMode"] == 0o440
+    arguments = release.named("StatefulSet", f"{RELEASE}-learner-north")["spec"]["template"]["spec"]["containers"][0][
+        "args"
+    ]
+    assert arguments[arguments.index("--name") + 1] == own
+
+
 def test_names_stay_short_and_differ() -> None:
     """A pod's labels hold its StatefulSet's name and a hash of eleven characters, in 63."""
     names = ["n" * 63, "n" * 62, f"{'n' * 62}m", "N", "n", "n-", "n--n", "Ä"]
@@ -356,6 +381,10 @@ WRONG: dict[str, tuple[Values, str]] = {
     "an unknown key of a learner": (merged(WHOLE, {"learners": {"north": {"budgets": 1}}}), "budgets"),
     "an unknown key of the image": (merged(WHOLE, {"image": {"name": "a"}}), "name"),
     "learners as a list": ({**WHOLE, "learners": ["north"]}, "/learners"),
+    "a coordinator of another domain": (
+        merged(WHOLE, {"coordinator": {"name": "main@east.example"}}),
+        "/coordinator/name",
+    ),
     "a name that is none": (merged(WHOLE, {"learners": {"a/b": {}}}), "a/b"),
     "a budget as text": (merged(WHOLE, {"learners": {"north": {"budget": "3"}}}), "/learners/north"),
     "a budget of nothing": (merged(WHOLE, {"learners": {"north": {"budget": 0}}}), "/learners/north"),

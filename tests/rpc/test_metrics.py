@@ -27,7 +27,7 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, common
 from sottovoce_rpc.scraping import Scraped, scraped
 from tests.services.authorities import OtherAuthority, Signer, pem
-from tests.services.identities import Identities
+from tests.services.identities import Federation, Identities
 from tests.services.scrapes import asked, said, series, shown
 
 pytest.importorskip("prometheus_client")
@@ -155,6 +155,23 @@ async def test_who_is_of_another_deployment_or_authority_is_told_nothing(tmp_pat
     ids, others = Identities(tmp_path / "own"), Identities(tmp_path / "others")
     async with served(ids.of("learner/ann")) as (address, _):
         assert await nothing_said(address, shown(others.at("monitor/prometheus"), ids.at("learner/ann")))
+
+
+async def test_a_monitor_of_another_trust_domain_is_told_nothing(tmp_path: Path) -> None:
+    """Of its own authority, or of one that speaks for the first domain without having to."""
+    ids = Federation(tmp_path, ("ward.example", "east.example"))
+    async with served(ids.of("learner/ann")) as (address, refused):
+        for folder, words in (
+            (
+                ids.at("monitor/prometheus@east.example"),
+                "of this trust domain, not for monitor/prometheus@east.example",
+            ),
+            (ids.at("monitor/prometheus", "east.example"), "whoever asks is not believed here"),
+        ):
+            answer = await asked(address, shown(folder, ids.at("learner/ann")))
+            assert (answer.status, words in answer.body) == (403, True)
+        assert (await asked(address, shown(ids.at("monitor/prometheus"), ids.at("learner/ann")))).status == 200
+    assert refused.by_reason == {STRANGER: 1, ROLE: 1, CONDITION: 0}
 
 
 async def test_a_certificate_is_of_a_host_that_a_scraper_can_insist_on(tmp_path: Path) -> None:

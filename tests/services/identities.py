@@ -51,6 +51,63 @@ class Identities:
         return Credentials(self.at(whom))
 
 
+@dataclass
+class Federation:
+    """Authorities of several trust domains, and identities that believe all of them.
+
+    Attributes:
+        folder: of the authorities and the identities.
+        domains: a name without a domain is of the first one.
+    """
+
+    folder: Path
+    domains: tuple[str, ...]
+    authorities: dict[str, Authority] = field(init=False)
+
+    def __post_init__(self) -> None:
+        made = {domain: Authority.init(self.folder / domain, domain) for domain in self.domains}
+        pems = {domain: (own.folder / AUTHORITIES).read_bytes() for domain, own in made.items()}
+        for domain, own in made.items():
+            others = [pem for other, pem in pems.items() if other != domain]
+            (own.folder / AUTHORITIES).write_bytes(b"".join((pems[domain], *others)))
+        self.authorities = made
+
+    def at(self, whom: str, by: str = "") -> Path:
+        """The folder of an identity.
+
+        Args:
+            whom: `role/name`, or `role/name@domain`.
+            by: domain of the authority that issues it (default: the identity's own).
+        """
+        bare, _, domain = whom.partition("@")
+        domain = domain or self.domains[0]
+        by = by or domain
+        folder = self.folder / f"{bare.replace('/', '-', 1)}@{domain} by {by}"
+        if not (folder / KEY).exists():
+            _Impostor.of(self.authorities[by], domain).issue(bare, folder)
+        return folder
+
+    def of(self, whom: str, by: str = "") -> Credentials:
+        """The credentials of an identity, as `at` has it."""
+        return Credentials(self.at(whom, by))
+
+
+class _Impostor(Authority):
+    """An authority that names whom it likes."""
+
+    named = ""
+
+    @classmethod
+    def of(cls, authority: Authority, domain: str) -> _Impostor:
+        own = cls(authority.folder)
+        own.named = domain
+        return own
+
+    @property
+    def domain(self) -> str:
+        return self.named
+
+
 class Elsewhen(datetime.datetime):
     """A clock that is wrong by `off`: an authority that looks at it issues what has ended, or has not begun."""
 

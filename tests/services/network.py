@@ -66,6 +66,7 @@ class Network:
         identities: of all, where channels are encrypted.
         learners: by name.
         addresses: of the learners, by name.
+        owners: whom their owners name.
         budget: epsilon in all runs that the owners of learners that join from now on allow.
         policy: what they allow else.
         keep_log: whether they keep their logs.
@@ -80,6 +81,7 @@ class Network:
     identities: Issuing | None = None
     learners: dict[str, Learner] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
+    owners: tuple[str, ...] = (OPERATOR,)
     budget: float | None = None
     policy: Policy = ALLOWING
     keep_log: bool = False
@@ -103,7 +105,7 @@ class Network:
                 allow_imports=True,
                 budget=self.budget,
                 credentials=credentials_of(self.identities, f"learner/{name}"),
-                owners=(OPERATOR,),
+                owners=self.owners,
                 policy=self.policy,
                 keep_log=self.keep_log,
                 noise_seed=self.noise_seed,

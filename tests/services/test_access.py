@@ -261,7 +261,8 @@ def test_the_page_shows_the_table() -> None:
             if rule.roles == set(Role) - {Role.MONITOR}
             else ", ".join(role for role in Role if role in rule.roles)
         )
-        assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} |" in page, method
+        foreign = rule.foreign or "nobody"
+        assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} | {foreign} |" in page, method
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+from sottovoce.errors import NotReady, SottovoceError, SpecError
 from sottovoce_client.cli.app import AsJson, pki_app
 
 AuthorityFolder = Annotated[
@@ -14,6 +16,7 @@ AuthorityFolder = Annotated[
 ]
 Days = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
 HERE = Path("sottovoce-authority")
+Item = TypeVar("Item")
 
 
 @pki_app.command("init")
@@ -21,6 +24,18 @@ def init(
     domain: Annotated[str, typer.Option(help="Trust domain of the deployment, such as ward.example.")],
     authority: AuthorityFolder = HERE,
     days: Days = 3_650,
+    replaces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="An authority whose place this one takes: both, and all identities, get its certificate, and it can revoke "
+            "what that one has issued.",
+            show_default="none",
+        ),
+    ] = None,
+    identities: Annotated[
+        Path, typer.Option(help="With --replaces: folders of identities in this one are given the new certificate.")
+    ] = Path("identities"),
     as_json: AsJson = False,
 ) -> None:
     """Make a certificate authority. Keep its folder where nobody else reads it: whoever has it can be anybody."""
@@ -29,11 +44,26 @@ def init(
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    Authority.init(authority, domain, days)
-    terminal.tell(lambda: {"authority": authority, "domain": domain})
-    terminal.console().print(
-        Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
+    old, console = None if replaces is None else Authority(replaces), terminal.console()
+    own = Authority.init(authority, domain, days, replaces=old)
+    if old is None:
+        terminal.tell(lambda: {"authority": authority, "domain": domain})
+        console.print(
+            Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
+        )
+        return
+    given, skipped = own.spread(identities, replaced=old)
+    console.print(
+        Text(
+            f"authority of {domain} in {authority}; {len(given)} identities in {identities} believe both now; next, when all "
+            f"others do: sottovoce pki renew --authority {authority} {identities}/*"
+        )
     )
+    _name_skipped(skipped)
+    facts = {"authority": authority, "domain": domain, "copied_to": given, "skipped": _as_facts(skipped)}
+    terminal.tell(lambda: facts)
+    if skipped:
+        raise typer.Exit(1)
 
 
 @pki_app.command("issue")
@@ -55,21 +85,58 @@ def issue(
             help="A name or address by which other clients than ours know it; repeatable.", show_default="none"
         ),
     ] = None,
+    csr: Annotated[
+        Path | None,
+        typer.Option(
+            "--csr",
+            metavar="FILE",
+            help="Certify the key of this certificate signing request, of `sottovoce pki request` or another tool; the key "
+            "stays with its owner. The name is the one given here, whatever the request asks for. For one name.",
+            show_default="a new key",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Issue identities: folders with a key, a certificate and whom to believe, for --identity."""
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority
+    from sottovoce_client.pki import Authority, asked_for, read_request
 
-    own, console, told = Authority(authority), terminal.console(), []
-    for each in whom:
+    own, console = Authority(authority), terminal.console()
+    if csr is not None and len(whom) != 1:
+        raise SpecError(f"--csr must come with one name, got {len(whom)}: a request is for one key")
+
+    def issue_one(each: str) -> dict[str, object]:
         folder = out / each.replace("/", "-", 1)
-        issued = own.issue(each, folder, days=days, hosts=host or [])
+        issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
         console.print(Text(f"{each}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        told.append({"identity": each, "folder": folder, "until": issued.ends})
-    terminal.tell(lambda: told)
+        facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.ends}
+        if csr is not None and issued.principal is not None:
+            facts["asked_for"] = asked = asked_for(read_request(csr))
+            if others := [name for name in asked if name not in (each, issued.principal.uri)]:
+                console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
+            console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
+        return facts
+
+    _do_each(whom, issue_one)
+
+
+@pki_app.command("request")
+def request(
+    whom: Annotated[str, typer.Argument(metavar="ROLE/NAME", help="Whom the certificate is to name.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder ROLE-NAME is made in this one.")] = Path("identities"),
+    as_json: AsJson = False,
+) -> None:
+    """Make a key that stays here, and a request (tls.csr) that the authority certifies it by. A key that is there is kept."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
+    from sottovoce_client.pki import request as make
+
+    written = make(whom, out / whom.replace("/", "-", 1))
+    terminal.tell(lambda: {"identity": whom, "request": written})
+    terminal.console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
 
 
 @pki_app.command("renew")
@@ -82,18 +149,23 @@ def renew(
     days: Days = 90,
     as_json: AsJson = False,
 ) -> None:
-    """Give identities new keys and certificates. Services that run take them up by themselves."""
+    """Give identities new keys and certificates. Services that run take them up by themselves.
+
+    Other authorities in ca.crt, and their lists in crl.pem, stay.
+    """
     from rich.text import Text
 
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
-    own, console, told = Authority(authority), terminal.console(), []
-    for folder in folders:
+    own, console = Authority(authority), terminal.console()
+
+    def renew_one(folder: Path) -> dict[str, object]:
         issued = own.renew(folder, days=days)
         console.print(Text(f"{issued.principal}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        told.append({"identity": str(issued.principal), "folder": folder, "until": issued.ends})
-    terminal.tell(lambda: told)
+        return {"identity": str(issued.principal), "folder": folder, "until": issued.ends}
+
+    _do_each(folders, renew_one)
 
 
 @pki_app.command("revoke")
@@ -105,22 +177,52 @@ def revoke(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity."""
+    """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity.
+
+    Exit code 1: a folder of identities did not get the list, or another authority of this domain is believed, too.
+    """
     from rich.text import Text
 
     from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority, spread
+    from sottovoce_client.pki import Authority
 
     own, console, told = Authority(authority), terminal.console(), []
+    wrong = ""
     for each in whom:
-        for issued in own.revoke(each):
+        try:
+            revoked = own.revoke(each)
+        except SottovoceError as error:
+            wrong = wrong or str(error)
+            continue
+        for issued in revoked:
             told.append({"identity": each, "serial": f"{issued.serial:x}"})
             console.print(Text(f"{each}: certificate {issued.serial:x} is revoked"))
-    given = spread(authority, identities)
+    given, skipped = own.spread(identities)
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
     )
-    terminal.tell(lambda: {"revoked": told, "list": authority / "crl.pem", "copied_to": given})
+    _name_skipped(skipped)
+    others = [f"{each.subject.rfc4514_string()}, serial number {each.serial_number:x}" for each in own.others]
+    for each in others:
+        console.print(
+            Text(
+                f"not revoked is what another authority of {own.domain} issued: revoke there, too ({each})",
+                style="bold red",
+            )
+        )
+    terminal.tell(
+        lambda: {
+            "revoked": told,
+            "list": authority / "crl.pem",
+            "copied_to": given,
+            "skipped": _as_facts(skipped),
+            "other_authorities": others,
+        }
+    )
+    if wrong:
+        raise SpecError(wrong)
+    if skipped or others:
+        raise typer.Exit(1)
 
 
 @pki_app.command("show")
@@ -133,3 +235,37 @@ def show(
     from sottovoce_client.pki import shown
 
     raise typer.Exit(shown(folder, terminal.console()))
+
+
+def _name_skipped(skipped: Mapping[Path, str]) -> None:
+    from rich.text import Text
+
+    from sottovoce_client import terminal
+
+    for folder, why in skipped.items():
+        terminal.console().print(Text(f"not to {folder}: {why}", style="bold red"))
+
+
+def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
+    return [{"folder": folder, "reason": why} for folder, why in skipped.items()]
+
+
+def _do_each(items: Sequence[Item], act: Callable[[Item], dict[str, object]]) -> None:
+    """Do all that can be done, then name what could not be.
+
+    Raises:
+        SottovoceError: something could not be done.
+    """
+    from sottovoce_client import terminal
+
+    done, failed = list[dict[str, object]](), list[tuple[Item, SottovoceError | OSError]]()
+    for each in items:
+        try:
+            done.append(act(each))
+        except (SottovoceError, OSError) as error:
+            failed.append((each, error))
+    terminal.tell(lambda: done)
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))

@@ -13,13 +13,13 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sottovoce.errors import Unavailable
+from sottovoce.errors import SpecError, Unavailable
 from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
@@ -247,13 +247,21 @@ class LocalServices:
         return str(facts["address"])
 
 
-def issue_local(folder: Path, names: Iterable[str]) -> None:
+def issue_local(folder: Path, names: Sequence[str]) -> None:
     """An authority, and an identity for each service of a run on this machine, in folders such as `learner-NAME`.
 
     Args:
         folder: that gets them.
         names: of the learners.
+
+    Raises:
+        SpecError: they are of several trust domains.
     """
+    if foreign := [name for name in names if "@" in name]:
+        raise SpecError(
+            f"encrypted channels on this machine must be of learners of one trust domain, got {foreign[0]!r}: leave --tls out, "
+            "or the domains out of the names of learners"
+        )
     authority = Authority.init(folder / "authority", "local")
     learners = (f"learner/{name}" for name in names)
     for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.text import Text
 
@@ -19,12 +21,14 @@ from sottovoce_client.wording import count
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_rpc.certificates import named
+from sottovoce_rpc.certificates import by_domain
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.principals import Role
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest
 
 _MOST_SHOWN = 5
+Bundles = Mapping[str, Sequence[x509.Certificate]]
+"""Authorities by trust domain."""
 
 
 class Words:
@@ -118,6 +122,7 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
     names = Participants.of(json.dumps(capture.facts["spec"])).names
     if not names or not capture.shapes:
         raise CaptureError(f"{capture.name} is of no run of ours: in it nothing is signed")
+    bundles = by_domain(x509.load_pem_x509_certificates(authorities))
     found, codec = {name: Words() for name in names}, RoundCodec(capture.shapes)
     for batch in capture.batches(("sender", "kind", "method", "wall_ns", "payload")):
         for sender, kind, method, wall, payload in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -130,23 +135,44 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
                 except RemoteProtocolError:  # no round: `transcript show` says so
                     continue
             elif kind == "signature":
-                _take(words, names[sender], sender, payload, capture, authorities, wall)
+                _take(words, names[sender], sender, payload, capture, bundles, wall)
     return found
 
 
 def _take(
-    words: Words, name: str, sender: int, payload: bytes, capture: Capture, authorities: bytes, wall_ns: int
+    words: Words, name: str, sender: int, payload: bytes, capture: Capture, bundles: Bundles, wall_ns: int
 ) -> None:
     try:
         signed = Signed.decode(str(capture.facts["run_id"]), payload)
-        who = named(signed.signer(authorities, datetime.fromtimestamp(wall_ns / 1e9, UTC)))
+        who = _signer(signed, bundles, datetime.fromtimestamp(wall_ns / 1e9, UTC))
     except (RemoteProtocolError, StrangerError, ValueError, OverflowError, OSError) as error:
         words.refused[str(error)] += 1
         return
-    if who is None or (who.role, who.name) != (Role.LEARNER, name) or signed.statement.sender != sender:
-        words.refused[f"a signature of {who or 'nobody of a deployment'} in the name of {name}"] += 1
-        return
-    words.sign(signed.statement)
+    if who is None or not who.is_one_of(f"{Role.LEARNER}/{name}") or signed.statement.sender != sender:
+        home = next(iter(bundles)) if len(bundles) == 1 else ""
+        other = who.seen_from(home) if who else "nobody of a deployment"
+        words.refused[f"a signature of {other} in the name of {name}"] += 1
+    elif "@" not in name and len(bundles) > 1:
+        words.refused[
+            f"a signature of {who} of {who.domain} in the name of {name}, which holds no trust domain: take the authorities of "
+            "one domain alone"
+        ] += 1
+    else:
+        words.sign(signed.statement)
+
+
+def _signer(signed: Signed, bundles: Bundles, moment: datetime) -> Principal | None:
+    """Who has signed, by an authority of its own trust domain; None: nobody of a deployment.
+
+    Raises:
+        StrangerError: no such authority has issued its certificate, or the signature is wrong.
+    """
+    claimed = signed.claimed
+    believed = bundles.get(claimed.domain, bundles.get("", ())) if claimed else chain.from_iterable(bundles.values())
+    if not believed:
+        raise StrangerError(f"a signature of {claimed}, of a trust domain of which no authority is believed")
+    signed.signer(b"".join(each.public_bytes(Encoding.PEM) for each in believed), moment)
+    return claimed
 
 
 def verify(place: str, authorities: Path, console: Console | None = None) -> int:

@@ -9,11 +9,16 @@ h--{{ sha256sum . | trunc 32 }}
 {{- end -}}
 {{- end -}}
 
+{{/* A learner's name without this release's own trust domain, where it holds that: list ROOT NAME */}}
+{{- define "sottovoce.bare" -}}
+{{- trimSuffix (printf "@%s" (index . 0).Values.domain) (index . 1) -}}
+{{- end -}}
+
 {{/* The name of what belongs to a principal, short enough for a StatefulSet's pods: list ROOT ROLE [NAME] */}}
 {{- define "sottovoce.name" -}}
 {{- $root := index . 0 -}}
 {{- $parts := list $root.Release.Name (index . 1) -}}
-{{- if gt (len .) 2 -}}{{- $parts = append $parts (include "sottovoce.host" (index . 2)) -}}{{- end -}}
+{{- if gt (len .) 2 -}}{{- $parts = append $parts (include "sottovoce.host" (include "sottovoce.bare" (list $root (index . 2)))) -}}{{- end -}}
 {{- $name := join "-" $parts -}}
 {{- if gt (len $name) 52 -}}
 {{ trunc 43 $name | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}
@@ -29,7 +34,7 @@ app.kubernetes.io/name: {{ $root.Chart.Name }}
 app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- if gt (len .) 2 }}
-sottovoce/learner: {{ include "sottovoce.host" (index . 2) }}
+sottovoce/learner: {{ include "sottovoce.host" (include "sottovoce.bare" (list $root (index . 2))) }}
 {{- end }}
 {{- end -}}
 
@@ -93,6 +98,25 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- else -}}
 {{- required (printf "%s needs an identity: name the secret that holds it, or an issuer of cert-manager in identities.issuer" .principal) .named -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The volume with an identity: dict "root" ROOT "secret" SECRET. For this pod's group: a key that everybody can read is refused. */}}
+{{- define "sottovoce.identity" -}}
+name: identity
+{{- if .root.Values.identities.authorities }}
+projected:
+  defaultMode: 0440
+  sources:
+    - secret:
+        name: {{ .secret }}
+        items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+    - configMap:
+        name: {{ .root.Values.identities.authorities }}
+{{- else }}
+secret:
+  secretName: {{ .secret }}
+  defaultMode: 0440
+{{- end }}
 {{- end -}}
 
 {{/* Is there an identity for `helm test`? "true" or nothing. */}}

@@ -109,11 +109,7 @@ spec:
               mountPath: /var/lib/sottovoce
             {{- end }}
       volumes:
-        - name: identity
-          secret:
-            secretName: {{ .secret }}
-            # For this pod's group: a key that everybody can read is refused.
-            defaultMode: 0440
+        - {{- include "sottovoce.identity" . | nindent 10 }}
         {{- if .policy }}
         - name: policy
           configMap:
