@@ -162,15 +162,16 @@ def test_leading_axes_broadcast(of_theta: tuple[int, ...], of_records: tuple[int
         return  # theta without axes meets records without
     lead = (*np.broadcast_shapes(of_theta[:-1], of_records), *of_theta[-1:])
     generator = np.random.default_rng(2)
+    present = np.broadcast_to((np.arange(records) != 1).astype(np.float64), (*of_records, records))
     batch = Batch(
         generator.normal(size=(*of_records, records, DIM)),
         generator.integers(0, 2, (*of_records, records)).astype(np.float64),
-        np.broadcast_to((np.arange(records) != 1).astype(np.float64), (*of_records, records)),
+        present,
     )
     wide = Batch(
         *(
             np.broadcast_to(each, (*lead[:-1], *each.shape[len(of_records) :]))
-            for each in (batch.features, batch.labels, batch.present)
+            for each in (batch.features, batch.labels, present)
         )
     )
     for loss in LOSSES_OF_EVERY_KIND:

@@ -72,7 +72,7 @@ def verdict_of(summary: RunSummary) -> _Verdict:
     """Compare the exact privacy losses of the capture with the claims."""
     worst = worst_case(summary)
     if worst is None:
-        return _untested(summary)
+        return _not_computed(summary, "") if summary.not_computed else _untested(summary)
     learner, level, swap = worst
     if is_single_use(summary):
         when = f"when one record of {learner.name} is replaced"
@@ -98,6 +98,8 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         return _Verdict("open", "This run protected no record", text)
     if math.isinf(swap.budget):
         return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
+    if summary.not_computed:
+        return _not_computed(summary, f" {found}; the promise allows {number(swap.budget)}.")
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
     if 2 * examined < summary.rounds_done:
@@ -105,6 +107,12 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
         return _Verdict("open", "Too few messages were recorded to tell", text)
     return _Verdict("consistent", "Consistent with the promise", f"{found}. The promise allows {number(swap.budget)}.")
+
+
+def _not_computed(summary: RunSummary, found: str) -> _Verdict:
+    """The verdict on a run of whose summary a part is missing."""
+    lines = "; ".join(summary.not_computed)
+    return _Verdict("open", "Not all could be computed", f"{lines[:1].upper()}{lines[1:]}.{found}")
 
 
 def _untested(summary: RunSummary) -> _Verdict:
