@@ -192,6 +192,7 @@ class DualAveraging:
     def sensitivity(self, learner: int) -> DualSensitivity:
         """What moves one learner's messages."""
         block = int(self.owned[learner].sum())
+        carry, grows = self._carry(learner)
         beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
         return DualSensitivity(
             block=block,
@@ -200,19 +201,20 @@ class DualAveraging:
             smoothness=self.loss.smoothness if self.mean else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
-            carry=self._carry(learner),
+            carry=carry,
+            grows=grows,
             later=0.0 if self.noised else beyond,
         )
 
-    def _carry(self, learner: int) -> Carry:
-        """c_t, by round: never less than a later one."""
+    def _carry(self, learner: int) -> tuple[Carry, bool]:
+        """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
         if self.noised:
-            return _nothing
+            return _nothing, False
         if not self.push:
-            return partial(_step_size, self.step)
+            return partial(_step_size, self.step), False
         steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
-        largest: list[float] = np.maximum.accumulate(steps[::-1])[::-1].tolist()
-        return largest.__getitem__
+        by_round: list[float] = steps.tolist()
+        return by_round.__getitem__, bool((np.diff(steps[1:]) > 0.0).any())
 
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
