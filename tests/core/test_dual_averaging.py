@@ -528,7 +528,7 @@ def single_totals(run: Run, learner: int) -> list[float]:
     rounds = run.spec.rounds
     counts = np.ones(rounds, dtype=np.int64)
     change = np.eye(rounds, dtype=np.int64)
-    return [float(each.sum()) for each in run.algorithm.accountant(learner).losses_of(counts, change)]
+    return [math.fsum(each) for each in run.algorithm.accountant(learner).losses_of(counts, change)]
 
 
 def sparse(n: int, rounds: int, seed: int) -> Network:

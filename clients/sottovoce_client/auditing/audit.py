@@ -176,7 +176,9 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     write_json(folder / "audit.json", audit_file(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
-    print_verdict(done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console)
+    print_verdict(
+        done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console, done.unproven
+    )
     page = folder / "audit.html"
     code = terminal.attempt(str(page), lambda: audit_page(done, name, seed, digest).write(page))
     console.out(f"{folder}: audit.json{'' if code else ', audit.html'}", highlight=False)
@@ -270,7 +272,7 @@ def _by_schema(record: dict[str, Any], schema: Schema, prepared: Prepared, path:
 
 
 def print_verdict(
-    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console
+    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, unproven: str = ""
 ) -> None:
     """The verdict, what was tested side by side, and what else there is to know.
 
@@ -280,8 +282,11 @@ def print_verdict(
         rows: what was tested.
         notes: a line each.
         console: where to.
+        unproven: as of `Audit`.
     """
-    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), _COLOURS[verdict.kind])))
+    colour = _COLOURS["inconclusive" if unproven and verdict.kind == "consistent" else verdict.kind]
+    doubt = f" ({unproven})" if unproven else ""
+    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), colour), (doubt, "yellow")))
     console.print(Text(verdict.text))
     for more in verdict.evidence[1:_TOLD]:
         console.print(Text(f"also: {more}"))

@@ -322,7 +322,7 @@ def _provenance(capture: Capture) -> tuple[str, str]:
     """What the capture's signatures say of it, and whose word the promise is; and what is wrong with it, empty: nothing."""
     wrong = ""
     try:
-        signed = provenance([capture], capture.place, stands=Path.cwd())
+        signed = provenance([capture], capture.place, stands=Path.cwd()).text
     except CaptureError as error:
         signed = wrong = f"{error}."
     return f"{signed} {TAKEN} sottovoce audit SPEC --from holds the capture to the spec that you were told.", wrong
