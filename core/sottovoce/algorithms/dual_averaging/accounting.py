@@ -3,14 +3,15 @@
 Given all earlier messages, replacing the loss of one round moves a learner's clean dual vector on its own block only. Let
 `D_t` bound that change in l2 when message t is said. The message costs at most `sqrt(d_i) D_t / sigma`, and
 
-    D_{t+1} = k (2 B + r m_t)                        if the loss of round t is replaced
+    D_{t+1} = k (min(2 B, C + G m_t) + r m_t)        if the loss of round t is replaced
     D_{t+1} = k (min(2 B, G m_t) + r m_t)            if not,    m_t = min(diameter, c_t D_t)
 
-with k the factor in front of a gradient (n, or 1 for decomposable losses), B its bound, G its Lipschitz constant, r the exact
-ridge, and m_t the change of the decision that it is taken at. `noised` primal: the decision is a function of messages,
-`c_t = 0`, and a replaced loss is charged once. `clean` primal: `c_t = alpha_t / w_t`, as the prox step is alpha-Lipschitz.
+with k the factor in front of a gradient (n, or 1 for decomposable losses), B its bound, C how far the gradients of two losses
+may lie apart at one decision (at most 2 B), G its Lipschitz constant, r the exact ridge, and m_t the change of the decision
+that it is taken at. `noised` primal: the decision is a function of messages, `c_t = 0`, and a replaced loss is charged once.
+`clean` primal: `c_t = alpha_t / w_t`, as the prox step is alpha-Lipschitz.
 
-Which round is the worst one to replace? `D` starts alike after every round, at `2 k B`, and `D_{t+1}` is nondecreasing in
+Which round is the worst one to replace? `D` starts alike after every round, at `k C`, and `D_{t+1}` is nondecreasing in
 `D_t` and in `c_t`. So where `c_t` never grows, it is the first round with records: by induction, s rounds after it `D` is at
 least what it is s rounds after a later one. On push-sum, `w_t` may fall faster than `alpha_t`; then `c_t` grows, and any round
 may be the worst. The guarantee must hold for each, so the meter charges the largest total of all rounds so far, and the loss
@@ -48,6 +49,7 @@ class DualSensitivity:
         block: d_i, number of coordinates that the learner's gradients enter.
         factor: k, in front of a gradient.
         gradient_bound: B, l2, of the gradient's data part on the block.
+        gradient_change: C, l2, between those parts of two losses at one decision.
         smoothness: G, Lipschitz constant of that part in the decision; infinite: unknown.
         ridge: r.
         diameter: l2, of the part of the decision set in which the learner's decisions can differ.
@@ -59,6 +61,7 @@ class DualSensitivity:
     block: int
     factor: float
     gradient_bound: float
+    gradient_change: float
     smoothness: float
     ridge: float
     diameter: float
@@ -69,9 +72,8 @@ class DualSensitivity:
     def step(self, t: int, difference: float, replaced: bool) -> float:
         """`D_{t+1}` from `D_t`."""
         moved = min(self.diameter, self.carry(t) * difference)
-        data = 2.0 * self.gradient_bound
-        if not replaced:
-            data = min(data, self.smoothness * moved) if moved else 0.0
+        change = self.gradient_change if replaced else 0.0
+        data = min(2.0 * self.gradient_bound, change + self.smoothness * moved) if moved else change
         return self.factor * (data + self.ridge * moved)
 
 
@@ -222,6 +224,10 @@ def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
             sensitivity.gradient_bound, "clipping of the block's gradient, or the loss on rows scaled to feature_bound"
         ),
     }
+    if sensitivity.gradient_change < 2.0 * sensitivity.gradient_bound:
+        constants["gradient_change"] = Constant(
+            sensitivity.gradient_change, "the loss, on rows scaled to feature_bound"
+        )
     if sensitivity.later:
         constants |= {
             "smoothness": Constant(sensitivity.smoothness, "the loss, on rows scaled to feature_bound"),

@@ -198,6 +198,7 @@ class DualAveraging:
             block=block,
             factor=self.factor,
             gradient_bound=self.gradient_bound,
+            gradient_change=min(2.0 * self.gradient_bound, self._natural_change()),
             smoothness=self.loss.smoothness if self.mean else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
@@ -219,6 +220,10 @@ class DualAveraging:
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
         return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+
+    def _natural_change(self) -> float:
+        """l2 distance of the data gradients of two rounds, of as many records each, at one decision without clipping."""
+        return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
 
     def _paper_round(self) -> float:
         """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
