@@ -88,7 +88,9 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     done = audited(tmp_path, plan)
     assert "There are no signatures in this capture: never made, or removed." in done.provisos[0]
     assert done.unproven == "no signatures: never made, or removed"
-    done = replace(done, verdict=replace(done.verdict, kind="consistent"))  # as after more runs: even then it is no proof
+    done = replace(
+        done, verdict=replace(done.verdict, kind="consistent")
+    )  # as after more runs: even then it is no proof
     console = Console(file=io.StringIO(), width=1000)
     show(done, 0, tmp_path, console)
     assert isinstance(console.file, io.StringIO)

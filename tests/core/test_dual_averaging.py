@@ -619,6 +619,19 @@ def test_the_meter_adds_up_to_the_guarantee_and_to_the_epsilon_asked_for(name: s
     assert 0.5 - 1e-9 < (max(parts) if name == "dpps" else joint_epsilon(run)) <= 0.5
 
 
+def test_a_replaced_loss_costs_what_two_gradients_differ_by_at_one_decision() -> None:
+    """For squared errors less than both bounds together: `c R^2 radius + 2 R P` in place of `2 R (c R radius + P)`."""
+    loss = {"kind": "ridge", "feature_bound": 0.5, "label_bound": 3.0}
+    radius = math.sqrt(7.0)  # of the box
+    change, bound = 2 * 0.25 * radius + 2 * 0.5 * 6.0, 0.5 * (2 * 0.5 * radius + 6.0)
+    for clip in (None, 3.0, 100.0):
+        guarantee = assemble(loss=loss, sigma=2.0, clip=clip).guarantee(0)
+        expected = 3 * math.sqrt(3) * min(change, 2 * (clip or bound)) / 2.0
+        assert guarantee.epsilon() == pytest.approx(expected, rel=1e-9)
+    named = {name: each.value for name, each in assemble(loss=loss).guarantee(0).grounds.constants.items()}
+    assert (named["gradient_bound"], named["gradient_change"]) == pytest.approx((bound, change))
+
+
 def test_replaced_rounds_and_rounds_without_records() -> None:
     run = assemble(rounds=6)
     two = run.guarantee(0, np.full(6, 3), np.array([0, 1, 0, 3, 0, 1]))
