@@ -100,6 +100,30 @@ def say(text: str) -> None:
     print(plain_lines(text), file=sys.stderr, flush=True)
 
 
+INCOMPLETE = 3
+"""Exit code of a command whose results are there, but for a page or a figure of them that could not be made."""
+
+
+def attempt(what: str, make: Callable[[], object]) -> int:
+    """Make something of results that are written down already: whatever it raises, they are not lost.
+
+    Args:
+        what: is made, such as the name of a file.
+        make: does it.
+
+    Returns:
+        The exit code: 0, or `INCOMPLETE`, after a line on standard error that says why.
+    """
+    from sottovoce_rpc.logs import reason_of
+
+    try:
+        make()
+    except Exception as error:  # noqa: BLE001 - drawing, and code of a user's own, may raise anything
+        say(f"sottovoce: {what} could not be made: {reason_of(error)}. All other results are complete.")
+        return INCOMPLETE
+    return 0
+
+
 @contextmanager
 def said_if_long(text: str) -> Iterator[None]:
     """Print a line, once, where what is done within takes long."""

@@ -113,6 +113,15 @@ def others_fault(error: BaseException) -> str:
     return f"{type(error).__name__} at {frame.f_code.co_filename}:{line}{_OWN}{': ' * bool(text)}{text}"
 
 
+def reason_of(error: Exception) -> str:
+    """Why a result could not be computed, in a line for people: the text of an error of ours; of others their kind and place."""
+    if worded_by_us(error) or isinstance(error, OSError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is"
+    return "{kind} at {where}; please report this line if that file is not yours".format(**failure(error))
+
+
 def worded_by_us(error: BaseException) -> bool:
     """True when the text of an error is this project's, which quotes no record.
 

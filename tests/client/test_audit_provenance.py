@@ -28,6 +28,7 @@ from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger
 from sottovoce_client.auditing.worlds import FILE, write_worlds
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_client.transcripts.provenance import noise_of, provenance
+from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, verify
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.storage import open_folder
@@ -85,14 +86,21 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     plan = planned()
     keep(tmp_path / "captures", plan, None, 0)
     done = audited(tmp_path, plan)
-    assert any("Nothing in this capture is signed" in each and "could change" in each for each in done.provisos)
+    assert "There are no signatures in this capture: never made, or removed." in done.provisos[0]
+    assert done.unproven == "no signatures: never made, or removed"
+    done = replace(
+        done, verdict=replace(done.verdict, kind="consistent")
+    )  # as after more runs: even then it is no proof
     console = Console(file=io.StringIO(), width=1000)
     show(done, 0, tmp_path, console)
     assert isinstance(console.file, io.StringIO)
     for text in (console.file.getvalue(), (tmp_path / "audit.html").read_text()):
-        assert "Nothing in this capture is signed" in text and str(tmp_path / "captures") not in text
+        assert "no signatures: never made, or removed" in text and str(tmp_path / "captures") not in text
+    assert console.file.getvalue().splitlines()[0].endswith("CONSISTENT (no signatures: never made, or removed)")
+    assert 'class="verdict warned"' in (tmp_path / "audit.html").read_text()
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
+    assert document["unproven"] == done.unproven
     assert list(document["captures_sha256"]) == ["captures/run-0"] and str(tmp_path) not in json.dumps(document)
 
 
@@ -113,12 +121,54 @@ def test_a_capture_of_several_parts_has_the_digest_that_the_report_tells_how_to_
 
 def test_signatures_are_held_against_the_authority_beside_the_captures(tmp_path: Path, identities: Identities) -> None:
     capture, place = signed(tmp_path / "captures" / "run", identities), open_folder(tmp_path)
-    assert "were not checked" in provenance([capture], place)
+    unchecked = provenance([capture], place)
+    assert "were not checked" in unchecked.text and unchecked.unproven == "its signatures were not checked"
     shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
-    assert provenance([capture], place).startswith("All messages are signed by their learners, by ca.crt:")
-    assert "by ../../ca.crt:" in provenance([capture], capture.place)
-    half = signed(tmp_path / "half", identities, until=ROUNDS - 1)
-    assert provenance([half], place).startswith(f"Of {3 * ROUNDS} messages 3 are not signed, by ca.crt:")
+    whole = provenance([capture], place)
+    assert whole.text.startswith("All messages are signed by their learners, by ca.crt:") and not whole.unproven
+    assert "by ../../ca.crt:" in provenance([capture], capture.place).text
+    half = provenance([signed(tmp_path / "half", identities, until=ROUNDS - 1)], place)
+    first, second, third = planned().run.spec.names
+    each = f"({first} 1, {second} 1, {third} 1)"
+    assert half.text.startswith(
+        f"Of {3 * ROUNDS} messages 3 are not signed, by ca.crt {each}: their signatures were never"
+    )
+    assert half.unproven == "not all of it is signed"
+
+
+@pytest.mark.parametrize(("removed", "of"), [("all", (0, 1, 2)), ("of one", (1,)), ("of two", (0, 2))])
+def test_signatures_that_were_removed_are_missed(
+    tmp_path: Path, identities: Identities, removed: str, of: tuple[int, ...]
+) -> None:
+    """From the files of a capture: the audit's headline warns, and `transcript verify` has an exit code of its own."""
+    kept, authorities = tmp_path / "captures" / "run", identities.authority.folder / AUTHORITIES
+    signed(kept, identities)
+    shutil.copy(authorities, tmp_path / AUTHORITIES)
+    assert verified(kept, authorities)[0] == 0 and audited(tmp_path, planned()).unproven == ""
+    part = kept / "part-000001.parquet"
+    table = parquet.read_table(part)
+    rows = zip(table["kind"].to_pylist(), table["sender"].to_pylist(), strict=True)
+    parquet.write_table(table.filter(pa.array([kind != "signature" or by not in of for kind, by in rows])), part)
+
+    code, said = verified(kept, authorities)
+    done, names = audited(tmp_path, planned()), planned().run.spec.names
+    assert code == NOT_ALL_SIGNED
+    if removed == "all":
+        assert "no signatures here: never made, or removed" in said
+        assert "though the learners had identities (ca.crt): never made, or removed" in done.provisos[0]
+        assert done.unproven == "no signatures: never made, or removed"
+        return
+    missed = [f"{name}: no signature at all: never made, or removed" in said for name in names]
+    assert missed == [f"{name} {ROUNDS}" in done.provisos[0] for name in names] == [i in of for i in range(3)]
+    assert done.unproven == "not all of it is signed"
+
+
+def verified(place: Path, authorities: Path) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    console = Console(file=io.StringIO(), width=1000)
+    code = verify(str(place), authorities, console)
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue()
 
 
 def test_a_capture_that_is_not_what_was_signed_is_no_evidence(tmp_path: Path, identities: Identities) -> None:
@@ -140,7 +190,7 @@ def test_a_watch_of_what_was_kept_says_it_too(
     tmp_path: Path, identities: Identities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(tmp_path / "captures", planned(), None, 0)
-    assert "Nothing in this capture is signed" in watched(tmp_path)
+    assert "There are no signatures in this capture" in watched(tmp_path)
     shutil.copy(identities.authority.folder / AUTHORITIES, tmp_path / AUTHORITIES)
     signed(tmp_path / "changed", identities, changed=True)
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ from sottovoce.errors import SpecError
 from sottovoce.spec import dump_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import folder_for
+from sottovoce_client.reports.page import Page
+from sottovoce_client.terminal import INCOMPLETE
 
 SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 COMMANDS: dict[str, list[str]] = {
@@ -64,6 +67,45 @@ def test_a_command_replaces_nothing(command: str, spec: Path, tmp_path: Path) ->
         ran(command, spec, *COMMANDS[command], "--out", out), str(out), *names
     )  # which are all that it writes
     assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"), [("budget", "budget.json"), ("audit", "audit.json"), ("compare", "compare.md")]
+)
+def test_a_page_that_cannot_be_made_costs_no_results(
+    command: str, kept: str, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found is printed, written, and told to programs; a line says what is missing, and so does the exit code."""
+
+    def broken(page: Page) -> str:
+        raise ValueError("secret 3.25")
+
+    expected = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "whole")
+    monkeypatch.setattr(Page, "html", broken)
+    done = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "out")
+    page = tmp_path / "out" / f"{command}.html"
+    assert (expected.exit_code, done.exit_code) == (0, INCOMPLETE)
+    assert (tmp_path / "out" / kept).exists() and not page.exists() and f"{command}.html" not in done.stdout
+    assert (
+        f"{page} could not be made: ValueError at " in done.stderr and "All other results are complete" in done.stderr
+    )
+    assert len(done.stderr.splitlines()) == len(expected.stderr.splitlines()) + 1 and "secret" not in done.output
+    told = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "told", "--json")
+    assert told.exit_code == INCOMPLETE and json.loads(told.stdout)["folder"] == str(tmp_path / "told")
+
+
+@pytest.mark.parametrize("command", ["simulate", "sweep", "compare"])
+def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
+    command: str, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no space left")
+
+    for module in ("plot.export", "compare.write_files"):
+        monkeypatch.setattr(f"sottovoce_client.running.{module}", broken)
+    done = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
+    assert done.exit_code == INCOMPLETE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
+    assert "a file of --export could not be made: no space left. All other results are complete." in done.stderr
 
 
 def test_results_of_different_commands_may_lie_together(spec: Path, tmp_path: Path) -> None:

@@ -42,3 +42,7 @@ def test_it_is_what_sets_would_say(events: list[tuple[int, str] | tuple[int, set
     assert words.others == [t for t in heard if signed[t] and passed[t] - first[t]]
     assert words.twice == [t for t in range(ROUNDS) if len(set(signed[t])) > 1]
     assert words.signs == any(len(event) == 3 for event in events)
+    unsigned = {t for t in heard if not signed[t]}
+    assert set(words.missing(complete=True)) == unsigned
+    last = max(heard, default=0) // BLOCK
+    assert set(words.missing(complete=False)) == {t for t in unsigned if t // BLOCK < last}

@@ -188,6 +188,17 @@ def test_noise_of_the_runs_before_is_kept_and_known_again(folder: Path, tmp_path
     assert table.shape[1] > 100
 
 
+def test_keys_that_cannot_be_written_cost_no_alarm_and_no_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    question = {
+        "learners": ("ann", "eve"),
+        "canaries": folder / "canaries.json",
+        "keys": tmp_path / "gone" / "keys.npz",
+    }
+    code, said = watched(folder, **question)
+    assert code == 3 and "no alarm" in said
+    assert "keys.npz could not be made: " in capsys.readouterr().err
+
+
 def test_files_that_have_no_keys_are_refused(folder: Path, tmp_path: Path) -> None:
     kept = tmp_path / "keys.npz"
     kept.write_bytes(b"nothing")

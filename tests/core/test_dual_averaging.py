@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,7 +25,7 @@ from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PeriodicNetwork
 from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import joint
-from sottovoce.running.replay import Losses, replay
+from sottovoce.running.replay import Losses, Replay, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -510,17 +511,97 @@ def test_a_noised_primal_is_charged_once_and_a_clean_one_by_the_recursion() -> N
 
 
 def test_the_first_round_is_the_worst_to_replace_and_the_horizon_does_not_matter() -> None:
-    for name in ("dpsda-c", "dpsda-ps"):
-        run = assemble(name, digraphs(3) if name == "dpsda-ps" else None, rounds=40, primal="clean")
-        totals = [run.guarantee(1, replaced=np.eye(40, dtype=np.int64)[t]).epsilon() for t in range(40)]
-        assert max(totals) == totals[0] == run.guarantee(1).epsilon()
-        assert totals[-1] == 0.0
+    run = assemble(rounds=40, primal="clean")
+    totals = single_totals(run, 1)
+    assert max(totals) == totals[0] == run.guarantee(1).epsilon()
+    assert totals[-1] == 0.0 and run.algorithm.accountant(1).dominates
     # nG = 3 * 1.5^2/4: the spec's estimate of about ((nG)^2 + nG sqrt(pi) + 1) one-round losses, for any horizon.
     loss, n_g = {"kind": "logistic", "ridge": 0.0, "feature_bound": 1.5}, 3 * 1.5**2 / 4
     long = assemble(rounds=500, loss=loss, primal="clean", decision_set={"kind": "l2_ball", "radius": 1e6})
     guarantee = long.guarantee(0)
     assert guarantee.epsilon() / guarantee.per_round[1] < n_g**2 + n_g * math.sqrt(math.pi) + 1.5
     assert guarantee.epsilon() == pytest.approx(guarantee.infinite_horizon)
+
+
+def single_totals(run: Run, learner: int) -> list[float]:
+    """What every round costs, if its loss alone is replaced."""
+    rounds = run.spec.rounds
+    counts = np.ones(rounds, dtype=np.int64)
+    change = np.eye(rounds, dtype=np.int64)
+    return [math.fsum(each) for each in run.algorithm.accountant(learner).losses_of(counts, change)]
+
+
+def sparse(n: int, rounds: int, seed: int) -> Network:
+    """Digraphs drawn anew in every round, so thin that push weights rise and fall by much."""
+    sequence = {"kind": "random", "probability": 0.3, "seed": seed, "directed": True}
+    topology = {"sequence": sequence, "weights": "out_degree"}
+    spec = parse_spec({"rounds": rounds, "algorithm": {"name": "dpps"}, "topology": topology}, imports=True)
+    return spec.topology.network(n, rounds=rounds)
+
+
+GRAPHS: dict[str, Callable[[], Network]] = {
+    "static": lambda: digraphs(3, period=1),
+    "periodic": lambda: digraphs(3, period=3, seed=1),
+    "random 0": lambda: sparse(3, 40, 0),
+    "random 2": lambda: sparse(3, 40, 2),
+    "random 5": lambda: sparse(3, 40, 5),
+}
+CLEAN: dict[str, Any] = {"primal": "clean", "clip": 0.5, "sigma": 2.0}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(("name", "step"), [("dpps", 1.0), ("dpps", 0.2), ("dpsda-ps", 1.0), ("dpsda-ps", 0.1)])
+def test_a_clean_primal_on_a_changing_graph_costs_what_its_worst_round_does(name: str, step: float, graph: str) -> None:
+    """With records in every round, or in some: by every round at least as much as any one, in the end as much as the worst."""
+    run = assemble(name, GRAPHS[graph](), rounds=40, dim=6, step=step, **CLEAN)
+    counts = np.random.default_rng(3).integers(0, 3, 40)
+    for plan in (np.ones(40, dtype=np.int64), counts):
+        for i in range(3):
+            singles = np.eye(40, dtype=np.int64)[plan > 0]
+            each = np.cumsum(run.algorithm.accountant(i).losses_of(plan, singles), axis=1)
+            charged = run.guarantee(i, plan).cumulative
+            np.testing.assert_allclose(charged, each.max(axis=0), rtol=1e-9)
+            assert (np.diff(charged) >= 0.0).all()
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(("name", "step"), [("dpps", 1.0), ("dpps", 0.2), ("dpsda-ps", 1.0), ("dpsda-ps", 0.1)])
+def test_the_claim_of_a_clean_primal_is_attained(name: str, step: float, graph: str) -> None:
+    """By records chosen against it. The exact privacy loss is above the claim divided by 1.05, and never above the claim."""
+    loss = {"kind": "ridge", "ridge": 0.1, "label_bound": 20.0}
+    run = assemble(name, GRAPHS[graph](), rounds=24, dim=6, loss=loss, step=step, decision_set=WIDE, **CLEAN)
+    for i in range(3):
+        claim, totals = run.guarantee(i).epsilon(), single_totals(run, i)
+        worst = int(np.argmax(totals))
+        shown = attained(run, i, worst)
+        assert shown <= claim * (1 + 1e-9) and claim <= 1.05 * shown
+        for t in (0, 9):
+            assert attained(run, i, t) <= totals[t] * (1 + 1e-9)
+
+
+WIDE = {"kind": "box", "low": -10.0, "high": 10.0}
+
+
+def attained(run: Run, learner: int, replaced: int) -> float:
+    """The largest exact privacy loss of messages, where the round's loss is replaced by its opposite and everybody says zeros.
+
+    In later rounds the label lies in the middle between both worlds' predictions: there the gradient moves most.
+    """
+    machine, algorithm, total = Replay(run, learner, worlds=2), method(run), 0.0
+    own = algorithm.owned[learner]
+    row = (own / np.sqrt(own.sum()))[None]
+    for t in range(run.spec.rounds):
+        centre = Message({name: value[:1] for name, value in machine.says(no_noise).fields.items()})
+        density = machine.density(centre)
+        total += float(density[0, 0] - density[1, 0])
+        zeros, weights = np.zeros((1, 1, run.algorithm.dim)), algorithm.push_weights[t]
+        messages = {j: Message({"h": zeros, "w": np.full((1, 1, 1), weights[j])}) for j in machine.concerned}
+        looked = copy(machine)
+        looked.step(messages, *[Batch(row, np.zeros(1))] * 2)
+        scores = looked.decision[:, 0] @ row[0]
+        labels = (20.0, -20.0) if t == replaced else (scores.mean(),) * 2
+        machine.step(messages, *(Batch(row, np.full(1, label)) for label in labels))
+    return total
 
 
 @pytest.mark.parametrize("primal", ["noised", "clean"])
@@ -536,6 +617,19 @@ def test_the_meter_adds_up_to_the_guarantee_and_to_the_epsilon_asked_for(name: s
         assert charged[0] == 0.0
     parts = [run.guarantee(i).epsilon() for i in range(3)]
     assert 0.5 - 1e-9 < (max(parts) if name == "dpps" else joint_epsilon(run)) <= 0.5
+
+
+def test_a_replaced_loss_costs_what_two_gradients_differ_by_at_one_decision() -> None:
+    """For squared errors less than both bounds together: `c R^2 radius + 2 R P` in place of `2 R (c R radius + P)`."""
+    loss = {"kind": "ridge", "feature_bound": 0.5, "label_bound": 3.0}
+    radius = math.sqrt(7.0)  # of the box
+    change, bound = 2 * 0.25 * radius + 2 * 0.5 * 6.0, 0.5 * (2 * 0.5 * radius + 6.0)
+    for clip in (None, 3.0, 100.0):
+        guarantee = assemble(loss=loss, sigma=2.0, clip=clip).guarantee(0)
+        expected = 3 * math.sqrt(3) * min(change, 2 * (clip or bound)) / 2.0
+        assert guarantee.epsilon() == pytest.approx(expected, rel=1e-9)
+    named = {name: each.value for name, each in assemble(loss=loss).guarantee(0).grounds.constants.items()}
+    assert (named["gradient_bound"], named["gradient_change"]) == pytest.approx((bound, change))
 
 
 def test_replaced_rounds_and_rounds_without_records() -> None:

@@ -20,6 +20,7 @@ from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import AnyLoss, Loss, MarginLoss, mean_gradient, scale_rows
 from sottovoce.losses.hinge import Hinge, SmoothedHinge
+from sottovoce.losses.history import start_history
 from sottovoce.losses.logistic import Logistic, PassGlm, chebyshev
 from sottovoce.losses.margin import sigmoid
 from sottovoce.losses.quadratic import LeastSquares, Quadratic, Ridge, Squared
@@ -143,6 +144,48 @@ def test_leading_axes_are_computed_each_by_itself(kind: type[Loss], clip: float 
             np.testing.assert_allclose(loss.predict(theta[i, k], features[0]), public[i, k], rtol=1e-12)
     assert loss.classify(scores).shape == (2, 3, 5)
     assert mean_gradient(loss, theta, Batch.empty(DIM)).tolist() == np.zeros_like(theta).tolist()
+
+
+LOSSES_OF_EVERY_KIND: list[Loss] = [
+    kind.model_validate({"feature_bound": 9.0, "clip_norm": clip, **({"classes": 4} if kind is Softmax else {})})
+    for kind in (Logistic, Hinge, SmoothedHinge, Ridge, LeastSquares, Softmax)
+    for clip in (None, 0.4)
+] + [PassGlm(score_bound=4.0)]
+
+
+@pytest.mark.parametrize("records", [1, 4])
+@pytest.mark.parametrize("of_records", [(), (1,), (2,)])
+@pytest.mark.parametrize("of_theta", [(), (3,), (1, 3), (2, 3)])
+def test_leading_axes_broadcast(of_theta: tuple[int, ...], of_records: tuple[int, ...], records: int) -> None:
+    """Those of the records against those of theta without its replicas: as if both were repeated first."""
+    if not of_theta and of_records:
+        return  # theta without axes meets records without
+    lead = (*np.broadcast_shapes(of_theta[:-1], of_records), *of_theta[-1:])
+    generator = np.random.default_rng(2)
+    present = np.broadcast_to((np.arange(records) != 1).astype(np.float64), (*of_records, records))
+    batch = Batch(
+        generator.normal(size=(*of_records, records, DIM)),
+        generator.integers(0, 2, (*of_records, records)).astype(np.float64),
+        present,
+    )
+    wide = Batch(
+        *(
+            np.broadcast_to(each, (*lead[:-1], *each.shape[len(of_records) :]))
+            for each in (batch.features, batch.labels, present)
+        )
+    )
+    for loss in LOSSES_OF_EVERY_KIND:
+        theta = generator.normal(size=(*of_theta, loss.dim(DIM)))
+        full = np.broadcast_to(theta, (*lead, loss.dim(DIM)))
+        for found, expected in (
+            (loss.gradient_sum(theta, batch), loss.gradient_sum(full, wide)),
+            (mean_gradient(loss, theta, batch), mean_gradient(loss, full, wide)),
+            (loss.values(theta, batch), loss.values(full, wide)),
+            (loss.predict(theta, batch.features), loss.predict(full, wide.features)),
+            (start_history(loss).observe(batch).gradient(theta), start_history(loss).observe(wide).gradient(full)),
+        ):
+            assert found.shape == expected.shape
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- constants -------------------------------------------------------------------------------------------------------

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message, WithHiddenNoise
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
 from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.auditing.conformance.residuals import learned
 from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import DataError
+from sottovoce.errors import CheckFailed, DataError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.replay import Losses, Replay, replay, replayed
@@ -90,6 +92,89 @@ def test_a_model_follows_from_records_and_what_was_overheard(name: str) -> None:
         return
     for model, step in zip(found, steps, strict=True):
         np.testing.assert_allclose(model, step.after[last], rtol=1e-7, atol=1e-7)
+
+
+LOSS_KINDS: dict[str, dict[str, Any]] = {
+    "logistic": {},
+    "logistic clipped": {"clip_norm": 0.4},
+    "logistic pass_glm": {"history": "pass_glm", "score_bound": 2.0},
+    "hinge": {},
+    "smoothed_hinge": {},
+    "ridge": {"clip_norm": 0.5},
+    "least_squares": {"clip_norm": 0.5, "ridge": 0.01},
+    "softmax": {"classes": 3},
+    "softmax clipped": {"classes": 3, "clip_norm": 0.5},
+}
+"""Every loss that needs no further package, by its kind and what is chosen: `test_torch_loss` has the other one."""
+
+REFUSED = {
+    **{name: {"logistic pass_glm"} for name in ("dsgd", "dola", "pdop", "dpdola", "pd-ogd")},
+    "dvp": LOSS_KINDS.keys() - {"logistic", "smoothed_hinge"},
+    "pvp": LOSS_KINDS.keys() - {"logistic", "smoothed_hinge"},
+    "admm": LOSS_KINDS.keys() - {"logistic", "logistic pass_glm", "smoothed_hinge"},
+}
+"""Losses that an algorithm's conditions exclude."""
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_driver_computes_the_same_with_every_loss(name: str, kind: str) -> None:
+    """The simulator `(learners, replicas, dim)`, the service `(dim,)`, and replay, whose state may be one for all worlds."""
+    base = ALGORITHMS[name]
+    sections = {**base.sections, "rounds": 4, "loss": {"kind": kind.split()[0], **LOSS_KINDS[kind]}}
+    if kind in REFUSED.get(name, ()):
+        with pytest.raises(CheckFailed):
+            replace(base, sections=sections).build()
+        return
+    for batch in (1, 3):
+        run, data = replace(base, sections=sections, batch=batch, epsilon=None).build()
+        recorder, last = Recorder(SeededNoise(3)), run.spec.n_learners - 1
+        steps = list(simulate(run, data, recorder, replicas=2))
+        noise = RecordedNoise({field: np.stack(rounds)[:, last, 0] for field, rounds in recorder.drawn.items()})
+        worlds = [
+            data.learners[last],
+            data.learners[last].with_use(0, -np.ones(3), 1.0 - data.learners[last].labels[0]),
+        ]
+        served = run.algorithm.start(Who(last))
+        alone, both, swapped = (Replay(run, last, 2, many) for many in (1, 2, 2))
+        hidden = isinstance(run.algorithm, WithHiddenNoise) and run.algorithm.hides_noise
+        differ = False
+        for t, step in enumerate(steps):
+            said, (first, second) = step.by_sender(), batches(worlds, t)
+            served, message = run.algorithm.speak(served, noise)
+            for field, value in message.fields.items():
+                close(value, said[last][field][0, 0])
+            close(run.algorithm.decision(served), step.before[last, 0])
+            served = run.algorithm.listen(served, heard_alone(run, t, last, said), first)
+
+            alone.step(said, first)
+            both.step(said, first, second)
+            swapped.step(said, second, first)
+            close(alone.decision[0], step.before[last])
+            close(both.decision, swapped.decision[::-1])
+            for what, values in learned(both, first).items():
+                close(values, learned(alone, first)[what])
+            if not hidden:
+                close(run.algorithm.decision(served), step.after[last, 0])
+                close(alone.model[0], step.after[last])
+                close(both.model[0], step.after[last])
+                close(both.model, swapped.model[::-1])
+            differ |= any(
+                len(centre) == 2 and (centre[0] != centre[1]).any() for centre in both.says(no_noise).fields.values()
+            )
+        assert differ
+
+
+def heard_alone(run: Run, t: int, learner: int, said: Mapping[int, Message]) -> HeardFromNeighbours:
+    """What a service hears in the first of the simulator's replicas."""
+    mixing = run.network.at(t)
+    weights = mixing.heard_by(learner)
+    messages = {j: Message({field: value[0, 0] for field, value in said[j].fields.items()}) for j in weights}
+    return HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
+
+
+def close(found: FloatArray, expected: FloatArray) -> None:
+    np.testing.assert_allclose(np.broadcast_to(found, expected.shape), expected, rtol=1e-7, atol=1e-7)
 
 
 def test_a_model_is_not_known_any_more_once_something_was_not_overheard() -> None:

@@ -162,6 +162,19 @@ def test_leading_axes_are_single_calls() -> None:
             np.testing.assert_array_equal(loss.predict(theta[i, k], batch.features[0]), scores[i, k])
 
 
+def test_leading_axes_broadcast() -> None:
+    """One set of parameters for two learners' records, and one set of records for two learners' parameters."""
+    loss, batch = loss_of(), records(3, 2)
+    theta = parameters(loss, 2, 4)
+    for some, at in ((theta[:1], ([0, 0], [0, 1])), (theta, ([0, 1], [0, 0]))):
+        those = batch if len(some) == 1 else Batch(batch.features[:1], batch.labels[:1])
+        of, by = at
+        wide, full = Batch(batch.features[by], batch.labels[by]), theta[of]
+        np.testing.assert_array_equal(loss.gradient_sum(some, those), loss.gradient_sum(full, wide))
+        np.testing.assert_array_equal(loss.values(some, those), loss.values(full, wide))
+        np.testing.assert_array_equal(loss.predict(some, those.features), loss.predict(full, wide.features))
+
+
 def test_gradients_that_are_not_finite_count_as_zero() -> None:
     gradients = np.array([[3.0, 4.0], [np.nan, 1.0], [np.inf, 0.0], [1e200, 1e200], [0.0, 0.0]])
     np.testing.assert_allclose(clipped_sum(gradients, np.ones(5), 1.0), [0.6, 0.8])

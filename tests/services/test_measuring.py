@@ -12,6 +12,8 @@ import pytest
 from sottovoce.data import PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
+from sottovoce_client.reports.run_report import run_page
+from sottovoce_client.reports.verdict import verdict_of
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.measuring import CURVE
 from tests.examples import made_up, small_spec
@@ -68,3 +70,46 @@ async def test_a_long_run_is_looked_at_in_some_rounds_and_one_without_a_capture_
         rounds = [at for at, _ in each.test_curve]
         assert CURVE <= len(rounds) <= CURVE + 1 and (rounds[0], rounds[-1]) == (1, spec.rounds)
     assert [each.test_accuracy for each in blind.learners] == [None] * 3 and blind.measured == ""
+
+
+async def test_what_cannot_be_computed_costs_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest stands, what is missing is named without what an error says of records, and the verdict is open."""
+    spec = small_spec(6, NAMES, capture="mirror")
+    data, run = made_up(spec), build_run(spec, 3)
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, data)
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("secret 3.25")
+
+    whole = summarise(run, data, outcome)
+    assert whole.not_computed == () and verdict_of(whole).kind == "consistent"
+    monkeypatch.setattr("sottovoce_client.running.evaluate.most_telling", broken)
+    lost = summarise(run, data, outcome)
+    assert [line.partition(" could")[0] for line in lost.not_computed] == [
+        f"the privacy loss of the messages of {name}" for name in NAMES
+    ]
+    assert all("ValueError at " in line and "secret" not in line for line in lost.not_computed)
+    assert [each.test_accuracy for each in lost.learners] == [each.test_accuracy for each in whole.learners]
+    assert (lost.state, lost.event, lost.capture is not None) == (whole.state, whole.event, True)
+    assert verdict_of(lost).kind == "open" and lost.not_computed[1] in verdict_of(lost).text
+    page = run_page(lost).html()
+    assert "It could not be computed" in page and "There is no capture" not in page
+
+    monkeypatch.setattr("sottovoce_client.running.evaluate.measure", broken)
+    monkeypatch.setattr("sottovoce_client.running.evaluate.central_accuracy", broken)
+    monkeypatch.setattr("sottovoce_client.running.evaluate._overheard", broken)
+    least = summarise(run, data, outcome)
+    assert len(least.not_computed) == 3 and least.state == whole.state
+    assert [each.event for each in least.learners] == [each.event for each in whole.learners]
+
+
+async def test_a_loss_of_many_classes_is_summarised_where_learners_say_their_values(tmp_path: Path) -> None:
+    loss = {"kind": "softmax", "classes": 3}
+    for name in ("dola", "pd-ogd", "pdop", "dpdola"):
+        document = {"rounds": 4, "learners": NAMES, "durability": "process", "capture": "mirror", "loss": loss}
+        spec = parse_spec({**document, "algorithm": {"name": name}}, imports=True)
+        data, run = made_up(spec), build_run(spec, 3)
+        async with network(tmp_path / name, NAMES) as up:
+            outcome = await up.run(spec, data)
+        assert summarise(run, data, outcome).not_computed == ()

@@ -138,7 +138,7 @@ def audit_to(
         console: where to print (default: standard output).
 
     Returns:
-        The exit code: 1 if the claim is refuted, else 0.
+        The exit code: 1 if the claim is refuted; else 3 if the page could not be made; else 0.
 
     Raises:
         SpecError: the question does not fit the run, or an extra is not installed.
@@ -176,10 +176,13 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     write_json(folder / "audit.json", audit_file(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
-    audit_page(done, name, seed, digest).write(folder / "audit.html")
-    print_verdict(done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console)
-    console.out(f"{folder}: audit.json, audit.html", highlight=False)
-    return 1 if done.verdict.kind == "refuted" else 0
+    print_verdict(
+        done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console, done.unproven
+    )
+    page = folder / "audit.html"
+    code = terminal.attempt(str(page), lambda: audit_page(done, name, seed, digest).write(page))
+    console.out(f"{folder}: audit.json{'' if code else ', audit.html'}", highlight=False)
+    return 1 if done.verdict.kind == "refuted" else code
 
 
 def index_of(prepared: Prepared, learner: str | None) -> int:
@@ -269,7 +272,7 @@ def _by_schema(record: dict[str, Any], schema: Schema, prepared: Prepared, path:
 
 
 def print_verdict(
-    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console
+    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, unproven: str = ""
 ) -> None:
     """The verdict, what was tested side by side, and what else there is to know.
 
@@ -279,10 +282,12 @@ def print_verdict(
         rows: what was tested.
         notes: a line each.
         console: where to.
+        unproven: as of `Audit`.
     """
-    console.print(
-        Text.assemble((name, "bold"), " ", (verdict.kind.upper(), "yellow" if verdict.weak else _COLOURS[verdict.kind]))
-    )
+    doubtful = verdict.weak or (unproven and verdict.kind == "consistent")
+    doubt = f" ({unproven})" if unproven else ""
+    colour = "yellow" if doubtful else _COLOURS[verdict.kind]
+    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), colour), (doubt, "yellow")))
     console.print(Text(verdict.text))
     for more in verdict.evidence[1:_TOLD]:
         console.print(Text(f"also: {more}"))

@@ -23,7 +23,7 @@ from sottovoce_client.auditing.promise import TAKEN, difference, require_promise
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, coins_of, pairs_of, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
-from sottovoce_client.transcripts.provenance import noise_of, provenance
+from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -97,12 +97,12 @@ def earlier(
         _require_asked(asked, str(told["learner"]), where)
     paired = {*labels, *(world for _, world in runs.gone)} == {0, 1}
     asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
-    signed = () if runs.tapped else (provenance([*runs.kept, *runs.short], root),)
-    provisos = (*signed, *(() if spec is not None else (f"{TAKEN} {_GIVE}",)), *runs.provisos)
+    signed = Provenance("") if runs.tapped else provenance([*runs.kept, *runs.short], root)
+    provisos = (*filter(None, [signed.text]), *(() if spec is not None else (f"{TAKEN} {_GIVE}",)), *runs.provisos)
     if ledger is None and (noise := noise_of(runs.kept, root)):
         provisos += (noise,)
     chosen = "none" if told is None or not paired else coins_of(told)
-    runs = replace(runs, provisos=provisos, coins=chosen).within(root)
+    runs = replace(runs, provisos=provisos, unproven=signed.unproven, coins=chosen).within(root)
     source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}", *runs.notes))
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
     return asked.plan(prepared, worlds, counts, paired=paired), runs, source
@@ -141,7 +141,7 @@ def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
     starts = runs.starts(plan)
     done = conclude(plan, gathered(parts), Transcript.joined(first), source, starts=starts, say=say)
-    return replace(done, captures=runs.digests(), coins=runs.coins, provisos=runs.provisos)
+    return replace(done, captures=runs.digests(), coins=runs.coins, provisos=runs.provisos, unproven=runs.unproven)
 
 
 def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:

@@ -34,6 +34,7 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "source": done.source,  # where the runs came from, in words
         "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read, by its path
         "provisos": done.provisos,  # what must be known of the runs besides to judge the verdict
+        "unproven": done.unproven,  # why captures do not prove what their learners said; empty: they do, or runs were made here
         "worlds": plan.worlds.what,  # what was swapped, in words
         "pairs": [
             {"worlds": each.worlds.what, "runs_of_each_world": each.runs, "epsilon": each.epsilon}

@@ -52,6 +52,7 @@ class Started:
         unknown: so many more started runs left neither a capture nor a coin.
         notes: what else must be said of them, in words.
         provisos: what must be known besides to judge what is found, a sentence each.
+        unproven: as of `Audit`.
         coins: what chose their worlds.
         root: the folder that captures are named by, which may lie anywhere; empty: none was said.
     """
@@ -64,6 +65,7 @@ class Started:
     notes: tuple[str, ...] = ()
     pair_of: _PairOf = only_pair
     provisos: tuple[str, ...] = ()
+    unproven: str = ""
     coins: Coins = "none"
     root: str = ""
 

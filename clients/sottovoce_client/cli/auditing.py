@@ -309,10 +309,11 @@ def gallery(
 
     folder = folder_for("gallery", out, ["gallery.json", "gallery.html"])
     if capture is None:
-        show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
+        code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
+        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
     terminal.tell_file(folder / "gallery.json")
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel="Privacy")

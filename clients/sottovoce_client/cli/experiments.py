@@ -74,10 +74,11 @@ def sweep(
     write_table(table, folder / "sweep.parquet")
     print(table)
     print(f"{folder}: sweep.parquet")
-    export_results(folder, asked, {"sweep": table})
+    code = terminal.attempt("a file of --export", lambda: export_results(folder, asked, {"sweep": table}))
     terminal.tell(
         lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
     )
+    raise typer.Exit(code)
 
 
 def values_of(text: str) -> tuple[str, list[Any]]:

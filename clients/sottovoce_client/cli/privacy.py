@@ -154,12 +154,8 @@ def budget(
 
     prepared = priced_from(load_spec(spec), rounds, records)
     rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
-    show(
-        prepared,
-        folder_for("budget", out, ["budget.json", "budget.html"]),
-        learner or [],
-        Question(delta, group, uses, rate),
-    )
+    folder = folder_for("budget", out, ["budget.json", "budget.html"])
+    raise typer.Exit(show(prepared, folder, learner or [], Question(delta, group, uses, rate)))
 
 
 @app.command(rich_help_panel="Privacy")
@@ -227,4 +223,4 @@ def tradeoff(
     trade = Trade(levels(epsilons, 3), metric, Utility(*weights), threshold, ceiling, replicas, seed)
     prepared = prepared_from(load_spec(spec))
     folder = folder_for("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
-    run_tradeoff(prepared, folder, trade)
+    raise typer.Exit(run_tradeoff(prepared, folder, trade))

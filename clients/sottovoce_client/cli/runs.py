@@ -219,8 +219,9 @@ def simulate(
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
     files = [file for name in kept for file in _SIMULATED[name]]
     print(f"{folder}: {', '.join(files)}{more}")
+    code = 0
     if asked:
-        export_results(folder, asked, {"metrics": done.metrics})
+        code = terminal.attempt("a file of --export", lambda: export_results(folder, asked, {"metrics": done.metrics}))
     ran = experiment.run.spec
     terminal.tell(
         lambda: {
@@ -234,6 +235,7 @@ def simulate(
             "metrics": {} if done.curves is None else finals(done.curves),
         }
     )
+    raise typer.Exit(code)
 
 
 def _kept(text: str, more: Sequence[str]) -> tuple[str, ...]:

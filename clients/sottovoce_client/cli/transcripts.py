@@ -67,7 +67,7 @@ def transcript_verify(
 ) -> None:
     """What of a capture its learners have signed, and whether one has said two things.
 
-    Exit code 1: one has, a signature is wrong, or nothing is signed.
+    Exit code 1: one has, or a signature is wrong. 3: signatures are missing, of some rounds or of all.
     """
     from sottovoce_client.transcripts.verify import verify
 

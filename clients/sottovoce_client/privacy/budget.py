@@ -95,8 +95,8 @@ class Question:
 
 def budget(
     prepared: Prepared, folder: Path, names: Sequence[str], question: Question, console: Console | None = None
-) -> None:
-    """Print what a run promises, and write `budget.json` and `budget.html`.
+) -> int:
+    """Print what a run promises, and write `budget.json` and `budget.html`; returns the exit code.
 
     Args:
         prepared: the run and its records, of which only the numbers by round matter.
@@ -123,9 +123,11 @@ def budget(
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
-    budget_page(run, lines, question).write(folder / "budget.html")
+    page = folder / "budget.html"
+    code = terminal.attempt(str(page), lambda: budget_page(run, lines, question).write(page))
     terminal.tell_file(folder / "budget.json")
-    console.out(f"{folder}: budget.json, budget.html", highlight=False)
+    console.out(f"{folder}: budget.json{'' if code else ', budget.html'}", highlight=False)
+    return code
 
 
 def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:

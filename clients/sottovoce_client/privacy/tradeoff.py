@@ -73,8 +73,8 @@ class _Answer:
     optimum: Optimum
 
 
-def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | None = None) -> None:
-    """Print the best level, and write `tradeoff.json` and `tradeoff.html`.
+def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | None = None) -> int:
+    """Print the best level, and write `tradeoff.json` and `tradeoff.html`; returns the exit code.
 
     Raises:
         SpecError: too few levels, noise that cannot be calibrated, losses that do not fall, or no admissible level.
@@ -90,9 +90,11 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     for text in _said(answer, trade):
         console.print(text, highlight=False, soft_wrap=True)
     write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
-    tradeoff_page(prepared.run.spec, answer, trade).write(folder / "tradeoff.html")
+    page = folder / "tradeoff.html"
+    code = terminal.attempt(str(page), lambda: tradeoff_page(prepared.run.spec, answer, trade).write(page))
     terminal.tell_file(folder / "tradeoff.json")
-    console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
+    console.out(f"{folder}: tradeoff.json{'' if code else ', tradeoff.html'}", highlight=False)
+    return code
 
 
 def measure(

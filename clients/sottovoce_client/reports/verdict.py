@@ -78,7 +78,7 @@ def verdict_of(summary: RunSummary) -> _Verdict:
     """Compare the exact privacy losses of the capture with the claims."""
     worst = worst_case(summary)
     if worst is None:
-        return _untested(summary)
+        return _not_computed(summary, "") if summary.not_computed else _untested(summary)
     learner, level, swap = worst
     if is_single_use(summary):
         when = f"when one record of {learner.name} is replaced"
@@ -104,6 +104,8 @@ def verdict_of(summary: RunSummary) -> _Verdict:
         return _Verdict("open", "This run protected no record", text)
     if math.isinf(swap.budget):
         return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
+    if summary.not_computed:
+        return _not_computed(summary, f" {found}; the promise allows {number(swap.budget)}.")
     # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
     examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
     if 2 * examined < summary.rounds_done:
@@ -114,6 +116,12 @@ def verdict_of(summary: RunSummary) -> _Verdict:
     if overall((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
         return _Verdict("consistent", "Consistent with a weak promise", text, weak=True)
     return _Verdict("consistent", "Consistent with the promise", text)
+
+
+def _not_computed(summary: RunSummary, found: str) -> _Verdict:
+    """The verdict on a run of whose summary a part is missing."""
+    lines = "; ".join(summary.not_computed)
+    return _Verdict("open", "Not all could be computed", f"{lines[:1].upper()}{lines[1:]}.{found}")
 
 
 def _untested(summary: RunSummary) -> _Verdict:

@@ -132,7 +132,7 @@ def compare(
 ) -> int:
     """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`, and files for papers.
 
-    What cannot be run is said, and the others are run: the exit code is then 1.
+    What cannot be run is said, and the others are run: the exit code is then 1; else 3 if the page or a file could not be made.
 
     Args:
         sources: the specs. They must hold the same records out.
@@ -144,7 +144,7 @@ def compare(
         console: where the table is printed.
     """
     console = console or terminal.console()
-    results, failures, first = [], [], None
+    results, failures, first, code = [], [], None, 0
     for k, (source, load) in enumerate(sources, 1):
         try:
             spec = load()
@@ -157,12 +157,16 @@ def compare(
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
         _print_table(results, console) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
-        write_comparison(folder, results, failures, replicas, seed)
-        console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
-        tables, short_ones = {"compare": table_of(results, _names(results))}, {"compare": _paper(results)}
-        for path in write_files(folder, export, tables, _figures(results), short_ones):
-            console.out(str(path), highlight=False)
-    return 1 if failures else 0
+        code = write_comparison(folder, results, failures, replicas, seed)
+        console.out(f"{folder}: compare.json, compare.md{'' if code else ', compare.html'}", highlight=False)
+        code = terminal.attempt("a file of --export", lambda: _export(folder, export, results, console)) or code
+    return 1 if failures else code
+
+
+def _export(folder: Path, formats: Sequence[str], results: Sequence[Result], console: Console) -> None:
+    tables, short_ones = {"compare": table_of(results, _names(results))}, {"compare": _paper(results)}
+    for path in write_files(folder, formats, tables, _figures(results), short_ones):
+        console.out(str(path), highlight=False)
 
 
 _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
@@ -293,12 +297,8 @@ def _as_markdown(results: Sequence[Result]) -> str:
 
 def write_comparison(
     folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
-) -> None:
-    """Write `compare.json`, `compare.md` and `compare.html`.
-
-    Raises:
-        SpecError: Jinja2 is not installed.
-    """
+) -> int:
+    """Write `compare.json`, `compare.md` and `compare.html`; returns the exit code."""
     document = {
         "replicas": replicas,
         "seed": seed,
@@ -307,7 +307,8 @@ def write_comparison(
     }
     write_json(folder / "compare.json", document)
     write_text(folder / "compare.md", _as_markdown(results) + "\n")
-    compare_page(results).write(folder / "compare.html")
+    page = folder / "compare.html"
+    return terminal.attempt(str(page), lambda: compare_page(results).write(page))
 
 
 def _document(result: Result) -> dict[str, Any]:

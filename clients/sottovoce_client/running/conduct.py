@@ -35,8 +35,8 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
     """Run, show, summarise, and tell programs that ask; returns the exit code.
 
     0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, the
-    capture could not be written, or something was noticed in it that must never happen. 130: stopped by the operator, or this
-    command was told to end before the run was over.
+    capture could not be written, or something was noticed in it that must never happen. 3: as 0, but the report or a part of
+    the summary could not be made. 130: stopped by the operator, or this command was told to end before the run was over.
 
     Args:
         prepared: what to run.
@@ -83,15 +83,18 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
             with terminal.said_if_long("making the summary and the report ..."):
                 summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
                 summary.save(folder / "summary.json")
-                run_page(summary).write(report)
+                code = terminal.attempt(str(report), lambda: run_page(summary).write(report))
         except KeyboardInterrupt:
             return _cut_short(replace(outcome, detail=_UNSUMMED), folder, spec, code=130)
-        print_summary(summary, report=report)
+        print_summary(summary, report=None if code else report)
         _print_all(summary.not_captured)
+        for line in summary.not_computed:
+            terminal.say(f"sottovoce: {line}. The other results are complete.")
         terminal.tell_file(folder / "summary.json", rounds_done=summary.rounds_done)
         over = outcome.state == "finished" or spec.endless
-        wrong = summary.noticed is not None and summary.noticed.count
-        return 0 if over and not outcome.capture_error and not wrong else 1
+        if not over or outcome.capture_error or (summary.noticed is not None and summary.noticed.count):
+            return 1
+        return terminal.INCOMPLETE if summary.not_computed else code
     return _cut_short(outcome, folder, spec)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,7 +37,9 @@ from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_rpc.logs import reason_of
 
+_T = TypeVar("_T")
 _NAMED = 10
 """Gaps of a capture that are told."""
 
@@ -50,17 +53,28 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         outcome: what it came to.
         logs: the learners' state folder, where it is here: what they keep there says which live records they learned.
     """
-    transcript, capture = _overheard(run, outcome)
+    parts = _Parts()
+    transcript, capture = parts.computed("what was captured", lambda: _overheard(run, outcome)) or (None, None)
     took_part = [run.attendance(i).end > 0 for i in range(run.spec.n_learners)]
     predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
-    measured = measure(run, data, outcome.statuses, transcript, [labels is None for labels in predictions])
+    unasked = [labels is None for labels in predictions]
+    measured = (
+        parts.computed("the accuracy of models", lambda: measure(run, data, outcome.statuses, transcript, unasked))
+        or {}
+    )
     for index, model in measured.items():
         predictions[index] = model.labels
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
     known: Prepared | None = Prepared(run, data)
     if run.spec.data.live:
-        known = None if logs is None or transcript is None else learned_by(logs, run, data, outcome.run_id)
-    learners = tuple(_learner(run, known, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
+        known = None
+        if logs is not None and transcript is not None:
+            known = parts.computed("which records came", lambda: learned_by(logs, run, data, outcome.run_id))
+    learners = tuple(
+        _learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
+    )
+    central = parts.computed("the accuracy of a central model", lambda: central_accuracy(run, data))
+    costs = parts.computed("what publishing accuracies costs", lambda: cost(run, outcome.statuses, measured)) or ""
     learners = tuple(
         replace(each, test_curve=measured[i].curve) if i in measured else each for i, each in enumerate(learners)
     )
@@ -78,7 +92,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         promise=_promise(run, outcome),
         learners=learners,
         disagreement=_disagreement(predictions),
-        central_accuracy=central_accuracy(run, data),
+        central_accuracy=central,
         capture=capture,
         warnings=tuple((finding.code, finding.text) for finding in run.warnings),
         spec_yaml=dump_spec(run.spec),
@@ -94,8 +108,28 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         not_captured=tuple(not_captured(outcome)),
         misconduct=outcome.misconduct,
         tapped=_tapped(outcome),
-        measured=cost(run, outcome.statuses, measured),
+        measured=costs,
+        not_computed=tuple(parts.failed),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Parts of a summary that are computed after the run, from its records and messages: the others stand without them.
+
+    Attributes:
+        failed: those that raised an error, and why.
+    """
+
+    failed: list[str] = field(default_factory=list)
+
+    def computed(self, what: str, compute: Callable[[], _T]) -> _T | None:
+        """A part; None where it cannot be computed."""
+        try:
+            return compute()
+        except Exception as error:  # noqa: BLE001 - losses and algorithms, a user's own too, may raise anything
+            self.failed.append(f"{what} could not be computed: {reason_of(error)}")
+            return None
 
 
 def one_way(network: Network) -> tuple[tuple[int, int], ...]:
@@ -242,6 +276,7 @@ def _learner(
     transcript: Transcript | None,
     index: int,
     accuracy: float | None,
+    parts: _Parts,
 ) -> LearnerSummary:
     """One learner.
 
@@ -251,6 +286,7 @@ def _learner(
         outcome, transcript: of the run.
         index: the learner's.
         accuracy: on the held-out records.
+        parts: of the summary.
     """
     status, live = outcome.statuses[index], run.spec.data.live
     said, learned = status.rounds_said, status.records - status.records_waiting
@@ -259,14 +295,9 @@ def _learner(
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
     if known is not None and own is not None and transcript is not None and heard and len(own.order):
-        counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
-        event = known.run.guarantee(index, counts).cumulative if live else spent.event
-        every = known.run.guarantee(index, counts, uses).cumulative
-        transcript = transcript.until(min(heard, own.rounds))
-        swaps = (
-            _swap(known.run, transcript, known.data, index, event, every_use=False),
-            _swap(known.run, transcript, known.data, index, every, every_use=True),
-        )
+        said_until = transcript.until(min(heard, own.rounds))
+        whose = f"the privacy loss of the messages of {run.spec.names[index]}"
+        swaps = parts.computed(whose, lambda: _swaps(known, said_until, index, spent.event)) or swaps
     return LearnerSummary(
         name=run.spec.names[index],
         records=learned if live or own is None else len(np.unique(own.order)),
@@ -321,6 +352,18 @@ def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
     rounds = max(1, last.rounds_said)
     charged = as_floats(np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent)))
     return _Spent(run.algorithm.accountant(index).paper(rounds), charged, charged, math.inf)
+
+
+def _swaps(known: Prepared, transcript: Transcript, index: int, spent: FloatArray) -> tuple[Swap | None, Swap | None]:
+    """The most telling replacements of one use of a record, and of all uses of one."""
+    run, own = known.run, known.data.learners[index]
+    counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
+    event = run.guarantee(index, counts).cumulative if run.spec.data.live else spent
+    every = run.guarantee(index, counts, uses).cumulative
+    return (
+        _swap(run, transcript, known.data, index, event, every_use=False),
+        _swap(run, transcript, known.data, index, every, every_use=True),
+    )
 
 
 def _swap(

@@ -216,6 +216,7 @@ class RunSummary:
         misconduct: what learners noticed of each other, a line on each.
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
         not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
+        not_computed: what could not be computed of the summary, and why, a line on each.
         tapped: what a wiretap noted; None without one, or where its capture cannot be read.
         measured: what it costs to publish accuracies that were measured here, of models that no learner was asked for; empty:
             none was.
@@ -246,6 +247,7 @@ class RunSummary:
     one_way: tuple[tuple[int, int], ...] = ()
     away: tuple[str, ...] = ()
     not_captured: tuple[str, ...] = ()
+    not_computed: tuple[str, ...] = ()
     misconduct: tuple[str, ...] = ()
     tapped: Tapped | None = None
     measured: str = ""

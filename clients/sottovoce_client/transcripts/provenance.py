@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sottovoce.errors import CaptureError
-from sottovoce_client.transcripts.verify import faults, read
+from sottovoce_client.transcripts.verify import UNSIGNED, faults, read
 from sottovoce_client.wording import count
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
@@ -16,10 +18,25 @@ from sottovoce_rpc.certificates import AUTHORITIES
 
 SUMMARY = "summary.json"
 _MOST_BYTES = 64 * 2**20
-_CHANGED = "what differs from the promise may have been put there by whoever could change what was kept"
+_MOST_NAMED = 5
+NO_SIGNATURES = f"no signatures: {UNSIGNED}"
+_CHANGED = "What is not signed may have been changed by anyone who could write to what was kept"
 
 
-def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What signatures say of captures.
+
+    Attributes:
+        text: for people, a sentence or two.
+        unproven: why the captures do not prove what their learners said, in a few words; empty: they do.
+    """
+
+    text: str
+    unproven: str = ""
+
+
+def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | None = None) -> Provenance:
     """What signatures say of captures, and what must be believed where there are none.
 
     Args:
@@ -31,16 +48,18 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
         CaptureError: a capture cannot be read, or is not what was signed in it.
     """
     kept = "this capture" if len(captures) == 1 else f"these {count(len(captures))} captures"
-    if not any(map(_is_signed, captures)):
-        return f"Nothing in {kept} is signed: {_CHANGED}."
     found = next(_beside(place, AUTHORITIES), None)
+    where, authorities = ("", b"") if found is None else (_from(stands, place, found[0]), found[1])
+    if not any(map(_is_signed, captures)):
+        identities = f", though the learners had identities ({where})" if where else ""
+        return Provenance(f"There are no signatures in {kept}{identities}: {UNSIGNED}. {_CHANGED}.", NO_SIGNATURES)
     if found is None:
-        return (
+        return Provenance(
             f"Signatures in {kept} were not checked, for there is no {AUTHORITIES} beside it "
-            f"(sottovoce transcript verify --ca takes one from elsewhere): {_CHANGED}."
+            f"(sottovoce transcript verify --ca takes one from elsewhere). {_CHANGED}.",
+            "its signatures were not checked",
         )
-    where, authorities = _from(stands, place, found[0]), found[1]
-    heard, evidence = 0, 0
+    heard, evidence, lacking = 0, 0, Counter[str]()
     for capture in captures:
         words = read(capture, authorities)
         if wrong := next((line for name, own in words.items() for line in faults(name, own)), None):
@@ -54,11 +73,18 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
                 f"{capture.name} is not what its learners signed, by {where}: {wrong}. {why}: "
                 "sottovoce transcript verify says more"
             )
+        lacking.update({name: own.heard - own.evidence for name, own in words.items()})
         heard += sum(own.heard for own in words.values())
         evidence += sum(own.evidence for own in words.values())
     if evidence < heard:
-        return f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where}: in these, {_CHANGED}."
-    return (
+        whose = ", ".join(f"{name} {count(many)}" for name, many in (+lacking).most_common(_MOST_NAMED))
+        more = f", and {len(+lacking) - _MOST_NAMED} more learners" if len(+lacking) > _MOST_NAMED else ""
+        return Provenance(
+            f"Of {count(heard)} messages {count(heard - evidence)} are not signed, by {where} ({whose}{more}): their signatures "
+            f"were {UNSIGNED}. {_CHANGED}.",
+            "not all of it is signed",
+        )
+    return Provenance(
         f"All messages are signed by their learners, by {where}: they said them, where that file is their authority's."
     )
 

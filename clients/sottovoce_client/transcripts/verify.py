@@ -29,6 +29,10 @@ from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, d
 _MOST_SHOWN = 5
 Bundles = Mapping[str, Sequence[x509.Certificate]]
 """Authorities by trust domain."""
+UNSIGNED = "never made, or removed"
+"""What can be known of signatures that are not there."""
+NOT_ALL_SIGNED = 3
+"""Exit code where nothing is wrong with what is signed, and signatures are missing."""
 
 
 class Words:
@@ -81,6 +85,15 @@ class Words:
     def unsigned(self) -> list[int]:
         """Rounds that it has not signed."""
         return sorted(t for t in self._else if self._digest(t) is None)
+
+    def missing(self, complete: bool) -> list[int]:
+        """Rounds that a learner with an identity would have signed by the end of the capture, and that nobody has.
+
+        Args:
+            complete: whether the capture is; else what passed last may be signed later.
+        """
+        last = max((*self._as_signed, *(t // BLOCK for t in self._else)), default=0)
+        return [t for t in self.unsigned if complete or t // BLOCK < last]
 
     @property
     def twice(self) -> list[int]:
@@ -183,7 +196,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         authorities: file of those that are believed, PEM.
 
     Returns:
-        The exit code: 1 where somebody has said two things, a signature is wrong, or nothing is signed.
+        The exit code: 1 where somebody has said two things, or a signature is wrong; else 3 where signatures are missing; else 0.
 
     Raises:
         CaptureError: there is no capture, or it cannot be read.
@@ -211,14 +224,22 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     for line in wrong:
         console.print(Text(line, style="bold red"))
     signed = any(words.signs for words in found.values())
+    missing = {name: words.missing(captures[0].complete) for name, words in found.items()}
+    lacks = not signed or any(missing.values())
     if not signed:
-        nobody = "by nobody whom these authorities know" if wrong else "the learners had no identities"
-        console.print(Text(f"nothing is signed: {nobody}", style="yellow"))
-    elif not wrong:
-        console.print(Text("nobody has said two things, as far as it is signed", style="green"))
+        why = "nothing is signed by anyone whom these authorities know" if wrong else f"no signatures here: {UNSIGNED}"
+        console.print(Text(why, style="yellow"))
+    else:
+        for name in filter(missing.get, found):
+            of = f"of {_rounds(missing[name])}" if found[name].signs else "at all"
+            console.print(Text(f"{name}: no signature {of}: {UNSIGNED}", style="yellow"))
+        if not wrong:
+            style = "yellow" if lacks else "green"
+            console.print(Text("nobody has said two things, as far as it is signed", style=style))
     terminal.tell(
         lambda: {
             "signed": signed,
+            "all_signed": not lacks,
             "wrong": wrong,
             "learners": [
                 {"name": name, "rounds_heard": words.heard, "rounds_signed": words.evidence}
@@ -226,7 +247,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
             ],
         }
     )
-    return 1 if wrong or not signed else 0
+    return 1 if wrong else NOT_ALL_SIGNED if lacks else 0
 
 
 def faults(name: str, words: Words) -> Iterator[str]:

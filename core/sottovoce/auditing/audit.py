@@ -138,6 +138,7 @@ class Audit:
         captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
         coins: what chose the world of every run.
         provisos: what must be known of the runs besides to judge the verdict, a sentence each.
+        unproven: why captures do not prove what their learners said, in a few words; empty: they do, or runs were made here.
     """
 
     plan: AuditPlan
@@ -156,6 +157,7 @@ class Audit:
     captures: Mapping[str, str] = field(default_factory=dict)
     coins: Coins = "seed"
     provisos: tuple[str, ...] = ()
+    unproven: str = ""
 
     @property
     def claim_seen(self) -> float:

@@ -156,7 +156,7 @@ class QuadraticHistory:
         total = np.zeros_like(point) if self.moments is None else np.matmul(point, self.moments)
         if self.recent is not None:
             rows = self.recent.rows
-            total += np.matmul(scores_of(point, rows), rows)
+            total = total + np.matmul(scores_of(point, rows), rows)  # of more learners than theta, perhaps
         gradient: FloatArray = total[..., :-1]
         gradient /= self.count if isinstance(self.count, float) else np.maximum(beside(self.count, theta), 1.0)
         return gradient

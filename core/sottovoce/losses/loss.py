@@ -3,7 +3,8 @@
 Every loss is a data part and an exact ridge: `l(theta; a, b) = phi(theta; a, b) + (r/2) ||theta||^2`. A record's gradient has
 the same two parts; clipping bounds the data part.
 
-Shapes. `theta` is `(dim,)` beside `features (records, m)`, or `(learners, replicas, dim)` beside `(learners, records, m)`.
+Shapes. `theta` is `(dim,)` beside `features (records, m)`, or `(..., replicas, dim)` beside `(..., records, m)`, where the
+leading axes broadcast: one set of parameters may meet the records of several learners, or one set of records those of all.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:
 
 
 def beside(per_record: FloatArray, theta: FloatArray) -> FloatArray:
-    """`(learners, records)` as `(learners, 1, records)` where theta has a replica axis; `(records,)` as it is."""
-    return per_record[..., None, :] if theta.ndim > per_record.ndim else per_record
+    """`(..., records)` as `(..., 1, records)` where theta has a replica axis; as it is beside `theta (dim,)`."""
+    return per_record[..., None, :] if theta.ndim > 1 else per_record
 
 
 def scale_rows(features: FloatArray, bound: float) -> FloatArray:

@@ -56,9 +56,10 @@ class Softmax(Loss):
             residuals *= (self.clip_norm / np.maximum(norms, self.clip_norm))[..., None, :]
         if batch.present is not None:
             residuals *= beside(batch.present, theta)[..., None, :]
-        rows = residuals.reshape(*self._matrix(theta, batch.features).shape[:-1], batch.size)
-        total: FloatArray = np.matmul(rows, batch.features)
-        return total.reshape(theta.shape)
+        *lead, classes, size = residuals.shape
+        stacked = [*lead[:-1], lead[-1] * classes] if theta.ndim > 1 else [*lead, classes]
+        total: FloatArray = np.matmul(residuals.reshape(*stacked, size), batch.features)
+        return total.reshape(*lead, theta.shape[-1])
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
         scores = self._scores(theta, batch.features)
@@ -82,12 +83,10 @@ class Softmax(Loss):
 
     def _scores(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         """`(..., classes, records)`."""
-        scores: FloatArray = np.matmul(self._matrix(theta, features), features.swapaxes(-1, -2))
-        return scores.reshape(*theta.shape[:-1], self.classes, features.shape[-2])
-
-    def _matrix(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        """Parameters with all replicas' classes as rows of one matrix: `(..., replicas * classes, features)`."""
-        return theta.reshape(*theta.shape[:-2], -1, features.shape[-1])
+        # One matrix product for all replicas: their classes are the rows of `(..., replicas * classes, features)`.
+        stacked = theta.reshape(*theta.shape[:-2], -1, features.shape[-1])
+        scores: FloatArray = np.matmul(stacked, features.swapaxes(-1, -2))
+        return scores.reshape(*scores.shape[:-2], *theta.shape[-2:-1], self.classes, features.shape[-2])
 
     def _one_hot(self, labels: FloatArray, theta: FloatArray) -> FloatArray:
         """`(..., classes, records)` of 1.0 where the label is the class."""

@@ -62,7 +62,8 @@ class TorchModule:
 
     def gradient_sum(self, theta: FloatArray, batch: Batch, clip: float) -> FloatArray:
         """Sum of the records' gradients of the cross-entropy, each clipped to norm `clip`: `(..., dim)`."""
-        total = np.zeros_like(theta)
+        theta = _aligned(theta, batch.features)
+        total = np.zeros(theta.shape)
         present = _beside(np.ones_like(batch.labels) if batch.present is None else batch.present, theta, 1)
         for at, part, gradients in self._map(grad(FlatModule(self.module).loss), theta, batch.features, batch.labels):
             total[at] += clipped_sum(gradients, present[at][part], clip)
@@ -70,6 +71,7 @@ class TorchModule:
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
         """Cross-entropy of every record, `(..., records)`."""
+        theta = _aligned(theta, batch.features)
         scores = self.scores(theta, batch.features)
         labels = _beside(batch.labels, theta, 1).astype(np.int64)
         chosen: FloatArray = np.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
@@ -78,6 +80,7 @@ class TorchModule:
 
     def scores(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         """`(..., records, classes)`."""
+        theta = _aligned(theta, features)
         result = np.empty((*theta.shape[:-1], features.shape[-2], self.classes))
         with torch.no_grad():
             for at, part, scores in self._map(FlatModule(self.module).scores, theta, features):
@@ -146,6 +149,12 @@ def clipped_sum(gradients: FloatArray, present: FloatArray, clip_norm: float) ->
         norms, gradients = np.where(finite, norms, 0.0), np.where(finite[:, None], gradients, 0.0)
     total: FloatArray = (present * clip_norm / np.maximum(norms, clip_norm)) @ gradients
     return total
+
+
+def _aligned(theta: FloatArray, features: FloatArray) -> FloatArray:
+    """The parameters, repeated along the leading axes that only the records have (`losses.loss`)."""
+    lead = np.broadcast_shapes(theta.shape[:-2], features.shape[:-2])
+    return np.broadcast_to(theta, (*lead, *theta.shape[-2:]))
 
 
 def _beside(per_record: FloatArray, theta: FloatArray, axes: int) -> FloatArray:

@@ -28,8 +28,10 @@ from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
 
-def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> None:
+def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> int:
     """Run every attack on simulated runs over scikit-learn's digits, print figures, write `gallery.json` and `gallery.html`.
+
+    Returns the exit code.
 
     Args:
         folder: where to.
@@ -52,7 +54,7 @@ def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, conso
         gossip = cases.gossip(epsilons, seed)
     with console.status("guessing what was learned"):
         guesses = cases.memberships(runs, seed)
-    _publish(Gallery((linear, network, gossip), guesses), folder, console)
+    return _publish(Gallery((linear, network, gossip), guesses), folder, console)
 
 
 def gallery_of(
@@ -63,8 +65,8 @@ def gallery_of(
     console: Console | None = None,
     *,
     allow_imports: bool = False,
-) -> None:
-    """The attack that fits a capture, on what was overheard on the wire.
+) -> int:
+    """The attack that fits a capture, on what was overheard on the wire; returns the exit code.
 
     Args:
         capture: its folder.
@@ -97,18 +99,20 @@ def gallery_of(
         strip = Strip(label, rebuild(run, prepared.data, heard, seed=seed))
     where = found.place.name.rpartition("/")[2]
     source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
-    _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
+    return _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _publish(shown: Gallery, folder: Path, console: Console) -> None:
+def _publish(shown: Gallery, folder: Path, console: Console) -> int:
     opener = private if shown.source else None  # of a capture: they hold its learners' records
     write_json(folder / "gallery.json", _document(shown), opener=opener)
-    exhibits.gallery_page(shown).write(folder / "gallery.html", opener=opener)
     _print(shown, console)
-    console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
+    page = folder / "gallery.html"
+    code = terminal.attempt(str(page), lambda: exhibits.gallery_page(shown).write(page, opener=opener))
+    console.out(f"{folder}: gallery.json{'' if code else ', gallery.html'}", highlight=False)
+    return code
 
 
 def _document(shown: Gallery) -> dict[str, Any]:

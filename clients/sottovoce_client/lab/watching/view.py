@@ -48,6 +48,7 @@ class Sight:
         canaries: of the coins, if there are any.
         alarms: so far.
         state: in a word or two.
+        unsaved: the exit code of a watch whose keys could not be written; else 0.
         provenance: what the capture's signatures say of it, in a sentence; empty: nobody looked.
     """
 
@@ -60,6 +61,7 @@ class Sight:
     alarms: list[Alarm] = field(default_factory=list)
     state: str = "watching"
     provenance: str = ""
+    unsaved: int = 0
 
     def name(self, alarm: Alarm) -> str:
         """Whom an alarm blames."""

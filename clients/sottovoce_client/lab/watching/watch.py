@@ -105,7 +105,7 @@ def watch(
 
     Returns:
         The exit code: 1 after an alarm, 130 if interrupted without one, 2 where all that was to be looked at is not there or not
-        what was signed (`once`), else 0.
+        what was signed (`once`), 3 where the keys could not be written, else 0.
 
     Raises:
         SottovoceError: the capture, the data or the canaries cannot be used.
@@ -128,7 +128,7 @@ def watch(
         return 130
     print_end(sight, console)
     terminal.tell(lambda: document(sight))
-    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, 0)
+    return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, sight.unsaved)
 
 
 class _Watching:
@@ -166,10 +166,10 @@ class _Watching:
         sight.state, wrong = self._state(sight), ""
         if sight.alarms or self._question.once:
             sight.provenance, wrong = _provenance(capture)
-        if self._question.keys is not None and (
-            sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)
-        ):
-            keys.save(self._question.keys, sight.watch.keys, capture.facts["run_id"])
+        to = self._question.keys
+        if to is not None and (sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)):
+            heard, run_id = sight.watch.keys, capture.facts["run_id"]
+            sight.unsaved = terminal.attempt(str(to), lambda: keys.save(to, heard, run_id))
         if capture.complete and sight.rounds is not None and rounds.next < sight.rounds and not self._over_early(sight):
             unheard = _unheard(rounds, sight)
             wrong = wrong or ("" if run.spec.data.live else unheard)  # a live run may well end when it is stopped
@@ -322,7 +322,7 @@ def _provenance(capture: Capture) -> tuple[str, str]:
     """What the capture's signatures say of it, and whose word the promise is; and what is wrong with it, empty: nothing."""
     wrong = ""
     try:
-        signed = provenance([capture], capture.place, stands=Path.cwd())
+        signed = provenance([capture], capture.place, stands=Path.cwd()).text
     except CaptureError as error:
         signed = wrong = f"{error}."
     return f"{signed} {TAKEN} sottovoce audit SPEC --from holds the capture to the spec that you were told.", wrong

@@ -192,31 +192,38 @@ class DualAveraging:
     def sensitivity(self, learner: int) -> DualSensitivity:
         """What moves one learner's messages."""
         block = int(self.owned[learner].sum())
+        carry, grows = self._carry(learner)
         beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
         return DualSensitivity(
             block=block,
             factor=self.factor,
             gradient_bound=self.gradient_bound,
+            gradient_change=min(2.0 * self.gradient_bound, self._natural_change()),
             smoothness=self.loss.smoothness if self.mean else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
-            carry=self._carry(learner),
+            carry=carry,
+            grows=grows,
             later=0.0 if self.noised else beyond,
         )
 
-    def _carry(self, learner: int) -> Carry:
-        """c_t, by round: never less than a later one."""
+    def _carry(self, learner: int) -> tuple[Carry, bool]:
+        """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
         if self.noised:
-            return _nothing
+            return _nothing, False
         if not self.push:
-            return partial(_step_size, self.step)
+            return partial(_step_size, self.step), False
         steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
-        largest: list[float] = np.maximum.accumulate(steps[::-1])[::-1].tolist()
-        return largest.__getitem__
+        by_round: list[float] = steps.tolist()
+        return by_round.__getitem__, bool((np.diff(steps[1:]) > 0.0).any())
 
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
         return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+
+    def _natural_change(self) -> float:
+        """l2 distance of the data gradients of two rounds, of as many records each, at one decision without clipping."""
+        return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
 
     def _paper_round(self) -> float:
         """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
