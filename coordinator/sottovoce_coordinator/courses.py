@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import NotReady
+from sottovoce.errors import NotFound, NotReady, SpecError
 from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
@@ -209,13 +209,15 @@ class Courses:
         """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
-            NotReady: there is none of this name.
-            SpecError: several begin so.
+            NotFound: there is none of this name.
+            SpecError: several begin so, or no id is given.
         """
+        if not run_id:
+            raise SpecError("a run's id is required, got none: `sottovoce runs list` has them")
         named = run_named(run_id, reversed(self._runs))
         if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
-            raise NotReady(f"no run {run_id!r}: {known}")
+            raise NotFound(f"no run {run_id!r}: {known}")
         return self._runs[named]
 
     def get(self, run_id: str) -> Course | PastRun | None:
@@ -226,7 +228,8 @@ class Courses:
         """One that is under way.
 
         Raises:
-            NotReady: it is over, or there is none of this name.
+            NotReady: it is over.
+            NotFound: there is none of this name.
         """
         run = self.the(run_id)
         if not isinstance(run, Course) or run.book.ended:
@@ -258,7 +261,7 @@ class Courses:
         """A run that had ended goes on.
 
         Raises:
-            NotReady: it was forgotten meanwhile.
+            NotFound: it was forgotten meanwhile.
         """
         self.the(course.book.run_id)
         self._runs[course.book.run_id] = course

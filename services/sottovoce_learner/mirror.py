@@ -35,10 +35,11 @@ LAST_S = 3.0
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""What is no use to try again: the copies are wrong, or the capture is closed."""
+"""What is no use to try again: the copies are wrong, or the capture is closed or unknown."""
 _JITTER = secrets.SystemRandom()
 
 

@@ -237,7 +237,7 @@ async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytes
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         failure = await joined(up.coordinator, "zoe")
-        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert failure is not None and failure.code() is Code.RESOURCE_EXHAUSTED
         assert "a coordinator serves at most 1 learners at a time" in (failure.details() or "")
         await all_serve(up)
 
@@ -248,7 +248,7 @@ async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeyp
         await up.until_here("ann")
         assert await joined(up.coordinator, "zoe") is None
         failure = await joined(up.coordinator, "yan")
-        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert failure is not None and failure.code() is Code.RESOURCE_EXHAUSTED
         assert "a coordinator knows at most 2 learners by name" in (failure.details() or "")
         await all_serve(up)
 
@@ -285,7 +285,7 @@ async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route])
 async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     failure = await refused(opened(up, "run-1", routes(captures.MOST_RELAYS + 1)))
-    assert failure.code() is Code.FAILED_PRECONDITION
+    assert failure.code() is Code.RESOURCE_EXHAUSTED
     assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
     failure = await refused(opened(up, "run-1", routes(1) * 2))
     assert (failure.code(), failure.details()) == (

@@ -399,7 +399,7 @@ def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
     Raises:
         NotReady: that is so.
     """
-    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND:
         raise NotReady(
             f"{error.details()}; if its coordinator has lost its state folder, `sottovoce run SPEC --recover {run.run_id}` takes "
             "the run up again"
