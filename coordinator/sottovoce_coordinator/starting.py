@@ -199,7 +199,8 @@ class Starter:
         except SottovoceError as error:
             over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
             self._store.keep({kept.run_id: over.SerializeToString()})
-            log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
+            rounds = min((each.status.rounds_done for each in over.learners), default=0)
+            log.error("run ended", run_id=kept.run_id, state="failed", reason=over.detail, rounds=rounds)
             return PastRun(replace(kept, view=over.SerializeToString()))
 
 

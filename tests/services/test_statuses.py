@@ -1,7 +1,7 @@
 """What each method of each service answers to what it refuses: one table.
 
-A value that is wrong is INVALID_ARGUMENT; what is not known NOT_FOUND; what is there already ALREADY_EXISTS; FAILED_PRECONDITION is of
-the state alone, which the same request may find changed later.
+A value that is wrong is INVALID_ARGUMENT; what is not known NOT_FOUND; what is there already ALREADY_EXISTS; FAILED_PRECONDITION
+is of the state alone, which the same request may find changed later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def of_coordinator(run_id: str, spec: str) -> list[Case]:
         f"run {run_id} has no learner 'zoe'; it has ann, ben",
         "a learner's name is required, got none",
     )
-    asked = {"spec": spec, "n_features": 3}
+    asked: dict[str, Any] = {"spec": spec, "n_features": 3}
+    a_token: dict[str, Any] = {"page_token": "x"}
     return [
         ("Join", introducing(""), INVALID, "a learner must introduce itself first, by its name"),
         ("Join", introducing("a/b"), INVALID, "a learner's name must be"),
@@ -67,7 +68,7 @@ def of_coordinator(run_id: str, spec: str) -> list[Case]:
         ("RecoverRun", pb.RecoverRunRequest(**asked), INVALID, "a run id must be letters, digits"),
         ("GetRun", pb.GetRunRequest(run_id="other"), NOT_FOUND, no_run),
         ("GetRun", pb.GetRunRequest(), INVALID, no_id),
-        ("ListRuns", pb.ListRunsRequest(page_token="x"), INVALID, "the page token must be one"),
+        ("ListRuns", pb.ListRunsRequest(**a_token), INVALID, "the page token must be one"),
         ("WatchRun", pb.WatchRunRequest(run_id="other"), NOT_FOUND, no_run),
         ("WatchRun", pb.WatchRunRequest(), INVALID, no_id),
         ("RebindLearner", pb.RebindLearnerRequest(learner="zoe"), NOT_FOUND, "those that have are ann, ben, cleo"),
@@ -83,7 +84,8 @@ def of_eavesdropper(run_id: str, capture_id: str, spec: str) -> list[Case]:
         f"no capture 'other' here: the last one is {capture_id!r}",
         "a capture's id is required, got none",
     )
-    opening = {"run_id": "other", "spec": spec}
+    opening: dict[str, Any] = {"run_id": "other", "spec": spec}
+    a_token: dict[str, Any] = {"page_token": "x"}
     return [
         ("OpenCapture", pb.OpenCaptureRequest(run_id=run_id, spec=spec), EXISTS, "is captured already"),
         (
@@ -98,7 +100,7 @@ def of_eavesdropper(run_id: str, capture_id: str, spec: str) -> list[Case]:
         ("CloseCapture", pb.CloseCaptureRequest(), INVALID, no_id),
         ("StreamCapture", pb.StreamCaptureRequest(capture_id="other"), NOT_FOUND, no_capture),
         ("StreamCapture", pb.StreamCaptureRequest(), INVALID, no_id),
-        ("ListCaptures", pb.ListCapturesRequest(page_token="x"), INVALID, "the page token must be one"),
+        ("ListCaptures", pb.ListCapturesRequest(**a_token), INVALID, "the page token must be one"),
         ("Mirror", pb.MirrorRequest(run_id="other"), NOT_FOUND, "no capture of run 'other' here"),
         ("Mirror", pb.MirrorRequest(run_id=run_id, sender=9), INVALID, "the capture is of 2 learners, got learner 9"),
     ]
@@ -168,7 +170,7 @@ async def test_every_method_says_what_is_wrong_by_its_status(tmp_path: Path) -> 
 async def stopped_and_closed(up: Network, run: coordinator_pb2.Run) -> None:
     """Afterwards the run is over, and its capture closed: that is state, and nothing of it is unknown."""
     pb = coordinator_pb2
-    asked = {"run_id": run.run_id}
+    asked: dict[str, Any] = {"run_id": run.run_id}
     async with channel(up.coordinator) as to:
         stop: Any = to.unary_unary(f"/{SERVICES['coordinator'].full_name}/StopRun", None, pb.Run.FromString)
         await stop(pb.StopRunRequest(**asked).SerializeToString(), timeout=PATIENCE_S)
