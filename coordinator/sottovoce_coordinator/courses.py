@@ -63,6 +63,16 @@ class Course:
         """Where it stands, and when it ended."""
         return self.book.state, self.ended
 
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.book.run_id
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Names of its learners, of those that were lost, too."""
+        return frozenset(self.book.index)
+
     def has(self, learner: str) -> bool:
         """Is a learner in it? Not one that was lost."""
         return learner in self.book.index and self.book.index[learner] not in self.book.lost
@@ -151,6 +161,16 @@ class PastRun:
     """A run that ended before this process began."""
 
     kept: KeptRun
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.kept.run_id
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Names of its learners."""
+        return frozenset(each.status.learner for each in self.view().learners)
 
     @property
     def outcome(self) -> tuple[RunState, datetime | None]:
@@ -305,8 +325,7 @@ class Courses:
         """
         known = list(self._runs)
         for later in known[known.index(run_id) + 1 :]:
-            there = {each.status.learner for each in self._runs[later].view().learners}
-            if lost := [name for name in learners if name in there]:
+            if lost := [name for name in learners if name in self._runs[later].learners]:
                 raise NotReady(
                     f"{in_short(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
                 )
