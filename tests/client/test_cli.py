@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import psutil
 import pytest
@@ -185,7 +184,7 @@ LINKS = {  # as Kubernetes makes them for a service sottovoce-coordinator with a
 
 
 def test_the_variables_of_settings_are_those_of_all_commands() -> None:
-    def of(command: click.Command) -> Iterator[str]:
+    def of(command: Any) -> Iterator[str]:
         for each in command.params:
             given = each.envvar or ()
             yield from (given,) if isinstance(given, str) else given

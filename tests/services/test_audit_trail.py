@@ -45,7 +45,7 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
         async with channel(up.coordinator, Role.COORDINATOR, credentials=alice) as to:
             stub: Any = coordinator_pb2_grpc.CoordinatorStub(to)
             with structlog.testing.capture_logs() as log:
-                asked = {"spec": spec_to_wire(spec), "n_features": 3}
+                asked: dict[str, Any] = {"spec": spec_to_wire(spec), "n_features": 3}
                 run_id = (await stub.StartRun(pb.StartRunRequest(**asked), timeout=PATIENCE_S)).run_id
                 for name, request in (
                     ("ResumeRun", pb.ResumeRunRequest(run_id=run_id)),
@@ -55,8 +55,8 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
                     ("RebindLearner", pb.RebindLearnerRequest(learner="zoe")),
                 ):
                     await refused(getattr(stub, name)(request, timeout=PATIENCE_S))
-                request = pb.StopRunRequest(run_id=run_id[:-1], reason="enough")
-                await stub.StopRun(request, timeout=PATIENCE_S)
+                stopping = pb.StopRunRequest(run_id=run_id[:-1], reason="enough")
+                await stub.StopRun(stopping, timeout=PATIENCE_S)
                 for name in READS - {"WatchRun"}:
                     given = pb.ListRunsRequest() if name == "ListRuns" else pb.GetRunRequest(run_id=run_id)
                     await getattr(stub, name)(given, timeout=PATIENCE_S)

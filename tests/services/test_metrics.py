@@ -312,7 +312,7 @@ def test_the_names_of_times_are_few() -> None:
     ]
 
 
-def past_run(name: str, state: coordinator_pb2.RunState, ended: int, *learners: str) -> PastRun:
+def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> PastRun:
     view = coordinator_pb2.Run(run_id=name, state=state)
     view.ended_at.FromSeconds(ended)
     for each in learners:
