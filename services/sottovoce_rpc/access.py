@@ -370,7 +370,10 @@ def _forgotten() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AbortError as error:
-        traceback.clear_frames(error.__traceback__)
+        behind: BaseException | None = error
+        while behind is not None:  # a group of errors, as of a `TaskGroup`, is a circle, too
+            traceback.clear_frames(behind.__traceback__)
+            behind = behind.__context__
         error.__context__ = error.__traceback__ = None
 
 

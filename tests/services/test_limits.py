@@ -9,6 +9,7 @@ import json
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -193,6 +194,8 @@ async def test_nothing_is_read_of_a_caller_who_may_not_call(tmp_path: Path) -> N
 async def test_what_refused_calls_have_sent_is_let_go(up: Network) -> None:
     """At once: no collector of circles runs."""
     sent = bytes(2_000_003)
+    await up.start(small_spec(5, ["ann"]), 3)
+    await up.until("ann", LearnerState.RUNNING)
     gc.collect()
     gc.disable()
     try:
@@ -202,8 +205,13 @@ async def test_what_refused_calls_have_sent_is_let_go(up: Network) -> None:
         assert kept
         files = {frame.f_code.co_filename for each in kept for frame, _ in traceback.walk_tb(each)}
         assert not [file for file in files if "sottovoce" in file]
+        frames = [each for each in gc.get_objects() if isinstance(each, FrameType) and each.f_code.co_name != "raw"]
+        own = [each for each in frames if "/services/sottovoce" in each.f_code.co_filename]
+        held = [value for each in own for value in each.f_locals.values() if isinstance(value, bytes)]
+        assert not [value for value in held if len(value) > len(sent)]
     finally:
         gc.enable()
+    await stop_all(up)
 
 
 async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
