@@ -286,8 +286,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             log.info("operator call", **told, outcome="cancelled")
             raise
         except Exception as error:
-            why = {"reason": str(error)} if worded_by_us(error) else {}
-            log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, **why)
+            why = str(error) if worded_by_us(error) else ""
+            log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, error=why)
             raise
         log.info("operator call", **told, outcome="done")
 

@@ -48,6 +48,7 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
                 asked: dict[str, Any] = {"spec": spec_to_wire(spec), "n_features": 3}
                 run_id = (await stub.StartRun(pb.StartRunRequest(**asked), timeout=PATIENCE_S)).run_id
                 for name, request in (
+                    ("StopRun", pb.StopRunRequest(run_id="other", reason="enough")),
                     ("ResumeRun", pb.ResumeRunRequest(run_id=run_id)),
                     ("LeaveRun", pb.LeaveRunRequest(run_id="other", learner="ann")),
                     ("JoinRun", pb.JoinRunRequest(run_id="other", learner="ann")),
@@ -60,12 +61,14 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
                 for name in READS - {"WatchRun"}:
                     given = pb.ListRunsRequest() if name == "ListRuns" else pb.GetRunRequest(run_id=run_id)
                     await getattr(stub, name)(given, timeout=PATIENCE_S)
+    refused_first, *_ = [each for each in calls(log) if each["call"] == "StopRun"]
+    assert (refused_first["outcome"], refused_first["reason"]) == ("refused", "enough")
     told = {each["call"]: each for each in calls(log)}
     assert set(told) == CHANGES
     assert {each["by"] for each in told.values()} == {alice.principal.uri if alice.principal else ""}
     assert {name for name, each in told.items() if each["outcome"] == "done"} == {"StartRun", "StopRun"}
     assert told["StopRun"]["run_id"] == told["StartRun"]["run_id"] == run_id
-    assert told["LeaveRun"] | {"peer": "", "reason": ""} == {
+    assert told["LeaveRun"] | {"peer": "", "error": ""} == {
         "event": "operator call",
         "log_level": "warning",
         "call": "LeaveRun",
@@ -75,9 +78,9 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
         "learner": "ann",
         "outcome": "refused",
         "kind": "NotFound",
-        "reason": "",
+        "error": "",
     }
-    assert "no run 'other'" in told["LeaveRun"]["reason"]
+    assert "no run 'other'" in told["LeaveRun"]["error"]
     assert all("loss" not in json.dumps(each) for each in told.values())
     (end,) = [each for each in log if each["event"] == "run ended"]
     assert (end["run_id"], end["state"], end["reason"], end["rounds"]) == (run_id, "stopped", "enough", 0)
