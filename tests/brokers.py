@@ -211,3 +211,8 @@ async def killed_again_and_again(feeder: Feeder, records: int, times: int = 3) -
 if __name__ == "__main__":
     _broker, _options, _kept = json.loads(sys.argv[1])
     asyncio.run(_feed(_broker, _options, Path(_kept)))
+
+
+def troubles(logs: Sequence[Any]) -> list[Any]:
+    """What a feeder logged, but for that it is subscribed."""
+    return [each for each in logs if each["event"] != "subscribed"]

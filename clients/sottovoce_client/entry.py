@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 _UNTOUCHED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -22,10 +23,27 @@ def settle() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no use to a person
 
 
+_SERVICES = ("coordinator", "learner", "eavesdropper")
+"""Commands that serve until they are told to stop, and whose exit code is 0 then."""
+
+
+def _serves(words: list[str]) -> bool:
+    """Does a command line start a service?"""
+    command = next((word for word in words if not word.startswith("-")), "")
+    return command in _SERVICES and "audit" not in words  # which is a command of the eavesdropper's that ends by itself
+
+
 def _leave(number: int, _: FrameType | None) -> None:
     """What Ctrl-C does while a command is imported: an exception there would come out of any module, in any form."""
     os.write(2, b"sottovoce: interrupted\n")
     os._exit(128 + number)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    """End a service that serves nobody yet: as well as one that had nothing to drain."""
+    line = f'{{"event": "stopped", "level": "info", "reason": "{signal.Signals(number).name}", "drained": true}}\n'
+    os.write(2, line.encode())
+    os._exit(0)
 
 
 def _interrupt() -> None:
@@ -43,8 +61,9 @@ def _interrupt() -> None:
 def main() -> None:
     """The command `sottovoce`. SIGTERM and SIGHUP end it as Ctrl-C does, unless it has a handler of its own."""
     heeded = [number for number, before in _UNTOUCHED.items() if signal.getsignal(number) == before]
+    serves = _serves(sys.argv[1:])
     for number in heeded:  # while there is nothing yet that could end well, they just end it
-        signal.signal(number, _leave)
+        signal.signal(number, _stop if serves else _leave)
     settle()
     from sottovoce_client.cli import main as command
 
@@ -58,8 +77,10 @@ def main() -> None:
             signal.default_int_handler(number, frame)
         _interrupt()
 
-    for number in heeded:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else as_ctrl_c)
+    # A service imports more, and takes them over when its loop runs; SIGHUP comes to that as Ctrl-C.
+    for number in (signal.SIGHUP,) if serves else _UNTOUCHED:
+        if number in heeded:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else as_ctrl_c)
     try:
         command()
     except SystemExit as ended:

@@ -13,14 +13,14 @@ from functools import partial
 
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError, Unavailable
+from sottovoce.errors import NotFound, NotReady, SottovoceError, Unavailable
 from sottovoce.network.roster import in_short
 from sottovoce.running.amending import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.joining import Members, require_named
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Stop
@@ -51,9 +51,10 @@ class Amender:
         """A learner says its last round; one that is gone is lost at once.
 
         Raises:
-            NotReady: it is not in the run, or the run is changed already, or not running.
+            NotFound: it is not in the run.
+            NotReady: it is away, or the run is changed already, or not running.
             Unavailable: others did not rest, and are lost.
-            SpecError: it is away, or the run cannot go on without it.
+            SpecError: the run cannot go on without it.
         """
         book = _required(course, name)
         if (own := book.index[name]) in book.lost:
@@ -76,8 +77,8 @@ class Amender:
         """A learner that is away takes part from the first round on that nobody has said.
 
         Raises:
-            NotReady: it is not here, or as `leave`.
-            SpecError: it is not away, or was lost.
+            NotReady: it is not here, or not away, or was lost, or as `leave`.
+            NotFound: as `leave`.
         """
         book = _required(course, name)
         if name not in self._members:
@@ -163,8 +164,9 @@ class Amender:
 def _required(course: Course, name: str) -> RunBook:
     """The book of a run that can be changed, with such a learner in it."""
     book = course.book
+    require_named(name)
     if name not in book.index:
-        raise NotReady(f"run {book.run_id} has no learner {name!r}; there are {in_short(sorted(book.index))}")
+        raise NotFound(f"run {book.run_id} has no learner {name!r}; it has {in_short(sorted(book.index))}")
     if book.state is RunState.RUNNING and not book.clock.granted:
         why = "it is only beginning, or its coordinator was started again and its learners are coming back"
         raise NotReady(f"run {book.run_id} has no round under way, {why}: ask again in a moment")

@@ -249,6 +249,9 @@ class Conductor:
         if course.ended is not None:
             return
         course.ended = datetime.now(UTC)
+        book = course.book
+        tell = log.warning if book.state is RunState.FAILED else log.info
+        tell("run ended", run_id=book.run_id, state=book.state.value, reason=book.detail, rounds=book.clock.slowest)
         self.keep([course])  # a coordinator after this one would find it under way, and its learners done
         self._members.tell(course.book.run_id, {name: [course.book.stop()] for name in course.book.index})
         course.closing = None if course.uncaptured else self._captures.close(course.book)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import NotReady
+from sottovoce.errors import NotFound, NotReady, SpecError
 from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
@@ -62,6 +62,16 @@ class Course:
     def outcome(self) -> tuple[RunState, datetime | None]:
         """Where it stands, and when it ended."""
         return self.book.state, self.ended
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.book.run_id
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Names of its learners, of those that were lost, too."""
+        return frozenset(self.book.index)
 
     def has(self, learner: str) -> bool:
         """Is a learner in it? Not one that was lost."""
@@ -153,6 +163,16 @@ class PastRun:
     kept: KeptRun
 
     @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.kept.run_id
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Names of its learners."""
+        return frozenset(each.status.learner for each in self.view().learners)
+
+    @property
     def outcome(self) -> tuple[RunState, datetime | None]:
         """How it ended, and when."""
         run = self.view()
@@ -209,13 +229,15 @@ class Courses:
         """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
-            NotReady: there is none of this name.
-            SpecError: several begin so.
+            NotFound: there is none of this name.
+            SpecError: several begin so, or no id is given.
         """
+        if not run_id:
+            raise SpecError("a run's id is required, got none: `sottovoce runs list` has them")
         named = run_named(run_id, reversed(self._runs))
         if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
-            raise NotReady(f"no run {run_id!r}: {known}")
+            raise NotFound(f"no run {run_id!r}: {known}")
         return self._runs[named]
 
     def get(self, run_id: str) -> Course | PastRun | None:
@@ -226,7 +248,8 @@ class Courses:
         """One that is under way.
 
         Raises:
-            NotReady: it is over, or there is none of this name.
+            NotReady: it is over.
+            NotFound: there is none of this name.
         """
         run = self.the(run_id)
         if not isinstance(run, Course) or run.book.ended:
@@ -270,7 +293,7 @@ class Courses:
         """A run that had ended goes on.
 
         Raises:
-            NotReady: it was forgotten meanwhile.
+            NotFound: it was forgotten meanwhile.
         """
         self.the(course.book.run_id)
         self._runs[course.book.run_id] = course
@@ -314,8 +337,7 @@ class Courses:
         """
         known = list(self._runs)
         for later in known[known.index(run_id) + 1 :]:
-            there = {each.status.learner for each in self._runs[later].view().learners}
-            if lost := [name for name in learners if name in there]:
+            if lost := [name for name in learners if name in self._runs[later].learners]:
                 raise NotReady(
                     f"{in_short(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
                 )

@@ -10,7 +10,15 @@ from typing import Any
 
 import grpc
 
-from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError, Unavailable
+from sottovoce.errors import (
+    LimitReached,
+    NotFound,
+    NotReady,
+    RemoteProtocolError,
+    SpecError,
+    StrangerError,
+    Unavailable,
+)
 from sottovoce.network.roster import in_short
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
@@ -119,12 +127,14 @@ class Members:
         """Refuse a learner beyond those that a coordinator serves.
 
         Raises:
-            NotReady: there are as many.
+            LimitReached: there are as many.
         """
         if name not in self._here and len(self._here) >= MOST_HERE:
-            raise NotReady(f"a coordinator serves at most {MOST_HERE} learners at a time: let this one join another")
+            raise LimitReached(
+                f"a coordinator serves at most {MOST_HERE} learners at a time: let this one join another"
+            )
         if name not in self._known and len(self._known) >= MOST_KNOWN:
-            raise NotReady(
+            raise LimitReached(
                 f"a coordinator knows at most {MOST_KNOWN} learners by name: start another, on another state folder"
             )
 
@@ -132,10 +142,14 @@ class Members:
         """Take whatever state folder the next learner of this name has.
 
         Raises:
-            NotReady: nobody of this name has joined, or it is here.
+            SpecError: no name is given.
+            NotFound: no learner of this name has joined.
+            NotReady: it is here.
         """
+        require_named(name)
         if name not in self._known:
-            raise NotReady(f"no learner {name!r} has joined; there are {in_short(sorted(self._known))}")
+            known = f"those that have are {in_short(sorted(self._known))}" if self._known else "no learner has yet"
+            raise NotFound(f"learner {name!r} has never joined this coordinator; {known}")
         if name in self._here:
             raise NotReady(f"learner {name!r} is here, with the state folder that it has: stop it first")
         self._remember(name, self._known[name].unbound())
@@ -243,6 +257,16 @@ class Members:
         """
         if absent := missing(names, self):
             raise NotReady(f"learners have left: {in_short(absent)}")
+
+
+def require_named(learner: str) -> None:
+    """Refuse a request about a learner that names none.
+
+    Raises:
+        SpecError: it is empty.
+    """
+    if not learner:
+        raise SpecError("a learner's name is required, got none")
 
 
 async def introduced(

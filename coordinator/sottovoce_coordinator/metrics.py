@@ -19,6 +19,11 @@ _ENDED = _metric(
     "When the last run ended that ended in a state, in Unix time; none: none has.",
     "state",
 )
+_FAILED = _metric(
+    "run_failed_timestamp_seconds",
+    "When a run failed of whose learners none is in a later run, in Unix time.",
+    "run",
+)
 _RUN = _metric("run_info", "Always 1: a run that is under way.", "run", "state")
 _ROUNDS = _metric(
     "run_rounds", "Rounds that all learners of a run under way have done, but those that were lost.", "run"
@@ -44,13 +49,14 @@ def readings(runs: Iterable[Course | PastRun], members: Members, refused: Mappin
     """Of a coordinator.
 
     Args:
-        runs: that it remembers.
+        runs: that it remembers, the newest first.
         members: learners that are here.
         refused: streams of learners, by kind of error.
     """
     runs = list(runs)
     courses = [run for run in runs if isinstance(run, Course)]
     yield from _states(runs)
+    yield from _failed(runs)
     yield from _under_way([course for course in courses if not course.book.ended])
     rules = Counter(each.rule.name.lower() for course in courses for each in course.book.misconduct.values())
     for rule, count in rules.items():
@@ -68,6 +74,16 @@ def _states(runs: Sequence[Course | PastRun]) -> Iterator[Reading]:
         yield _RUNS.of(len(own), state.value)
         if times := [ended.timestamp() for ended in own if ended is not None]:
             yield _ENDED.of(max(times), state.value)
+
+
+def _failed(runs: Iterable[Course | PastRun]) -> Iterator[Reading]:
+    """Failed runs that can still be taken up: a learner keeps the log of its last run alone."""
+    later = set[str]()
+    for run in runs:
+        state, ended = run.outcome
+        if state is RunState.FAILED and ended is not None and later.isdisjoint(run.learners):
+            yield _FAILED.of(ended.timestamp(), run.run_id)
+        later |= run.learners
 
 
 def _under_way(courses: Sequence[Course]) -> Iterator[Reading]:

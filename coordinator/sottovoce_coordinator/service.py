@@ -20,11 +20,12 @@ from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
 from sottovoce_coordinator.store import Store
-from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.early import to_caller
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.logs import log_start, worded_by_us
 from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.misconduct import noticed_in
 from sottovoce_rpc.principals import Role
@@ -42,6 +43,8 @@ NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_S = 0.2
 _VIEWED = 1_000
 """Learners that a watcher is shown a second, or all of them so often: a view has a line for each."""
+_LOGGED = 300
+"""Characters of what an operator gives that stand in the log."""
 _KEEP_S = 1.0
 """How old what is written of the learners' progress may be."""
 
@@ -112,13 +115,15 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.sleep(_KEEP_S)
             self._conductor.keep(self._courses.under_way)
 
-    async def stop(self) -> None:
-        """End the service, and the runs unless they are kept."""
+    async def stop(self, why: str = "") -> None:
+        """End the service, and the runs unless they are kept; `why`: for those."""
         if self._store.durable:
             self._conductor.keep(self._courses.under_way)
         else:
             for course in self._courses.under_way:
-                self._conductor.end(course, RunState.STOPPED, "the coordinator was told to stop")
+                self._conductor.end(
+                    course, RunState.STOPPED, f"the coordinator was told to stop{f' ({why})' * bool(why)}"
+                )
         self._members.dismiss()
         self._ending = True
         await self._tasks.end()
@@ -136,6 +141,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 ()
             )  # before anything may end the stream: gRPC sends no status until this is out
             await self._members.admit(member, events, context, journaled=self._journaled(member))
+            give_turn_back()
             try:
                 await self._welcome(member)
                 async with beside(told(member, context), displacement(member)):
@@ -221,44 +227,72 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def StartRun(self, request: coordinator_pb2.StartRunRequest, context: Context) -> coordinator_pb2.Run:
         """Start a run on learners that have joined."""
         async with answering(context):
-            course = await self._starter.start(request, to_caller(context))
-            book = course.book
-            log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
+            with self._audited("StartRun", context) as call:
+                course = await self._starter.start(request, to_caller(context))
+                book = course.book
+                call |= {"run_id": book.run_id, "learners": len(book.addresses), "capture": book.run.spec.capture}
             return course.view()
 
     async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
         """Stop a run; one that has ended is as it was."""
         async with answering(context):
-            run = self._courses.the(request.run_id)
-            if isinstance(run, Course):
-                self._conductor.end(run, RunState.STOPPED, request.reason or "stopped by an operator")
+            with self._audited("StopRun", context, run_id=request.run_id, reason=request.reason) as call:
+                run = self._courses.the(request.run_id)
+                call["run_id"] = run.view().run_id
+                if isinstance(run, Course):
+                    self._conductor.end(run, RunState.STOPPED, request.reason or "stopped by an operator")
             return run.view()
 
     async def ResumeRun(self, request: coordinator_pb2.ResumeRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that failed."""
         async with answering(context):
-            return (await self._starter.resume(request.run_id)).view()
+            with self._audited("ResumeRun", context, run_id=request.run_id) as call:
+                course = await self._starter.resume(request.run_id)
+                call["run_id"] = course.book.run_id
+            return course.view()
 
     async def LeaveRun(self, request: coordinator_pb2.LeaveRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a run go on without a learner."""
         async with answering(context):
-            course = self._courses.running(request.run_id)
-            await self._conductor.operated(course, self._conductor.amender.leave(course, request.learner))
+            with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
+                course = self._courses.running(request.run_id)
+                call["run_id"] = course.book.run_id
+                await self._conductor.operated(course, self._conductor.amender.leave(course, request.learner))
             return course.view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a learner take part in a run."""
         async with answering(context):
-            course = self._courses.running(request.run_id)
-            await self._conductor.operated(course, self._conductor.amender.join(course, request.learner))
+            with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
+                course = self._courses.running(request.run_id)
+                call["run_id"] = course.book.run_id
+                await self._conductor.operated(course, self._conductor.amender.join(course, request.learner))
             return course.view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that its learners know, and no coordinator any more."""
         async with answering(context):
-            course = await self._starter.recover(request, to_caller(context))
-            log.info("run recovered", run_id=request.run_id, granted=course.book.clock.granted)
+            with self._audited("RecoverRun", context, run_id=request.run_id) as call:
+                course = await self._starter.recover(request, to_caller(context))
+                call["granted"] = course.book.clock.granted
             return course.view()
+
+    @contextlib.contextmanager
+    def _audited(self, call: str, context: Context, **facts: str) -> Iterator[dict[str, object]]:
+        """Log a call that changes something: who made it, of what, and what came of it. The block may add facts."""
+        caller = self.config.credentials.caller(context)
+        told: dict[str, object] = {name: value[:_LOGGED] for name, value in facts.items()}
+        told |= {"call": call, "by": NO_ONE if caller is None else caller.uri, "peer": context.peer()}
+        try:
+            yield told
+        except asyncio.CancelledError:
+            log.info("operator call", **told, outcome="cancelled")
+            raise
+        except Exception as error:
+            why = str(error) if worded_by_us(error) else ""
+            log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, error=why)
+            raise
+        log.info("operator call", **told, outcome="done")
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
@@ -299,8 +333,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.RebindLearnerResponse:
         """Take whatever state folder the next learner of this name has."""
         async with answering(context):
-            self._members.unbind(request.learner)
-            log.warning("learner unbound", learner=request.learner)
+            with self._audited("RebindLearner", context, learner=request.learner):
+                self._members.unbind(request.learner)
         return coordinator_pb2.RebindLearnerResponse()
 
 
@@ -317,5 +351,6 @@ async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics:
     """
     service, refused = Coordinator(config), Refusals()
     async with scraped(metrics, CATALOGUE, lambda: service.readings(refused), refused):
-        announce("coordinator", address=await service.start())
+        announce("coordinator", address=(address := await service.start()))
+        log_start("coordinator", config.credentials.principal, address=address, state=config.state)
         await serve_until_stopped(service.stop, with_stdin=with_stdin)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError, SpecError
+from sottovoce.errors import AlreadyExists, NotReady, SottovoceError, SpecError
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
@@ -23,7 +23,7 @@ from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
 from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.early import Tell, if_long
-from sottovoce_rpc.specs import check_size, plan_hash, spec_from_wire
+from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2
 
 log = structlog.get_logger()
@@ -160,12 +160,14 @@ class Starter:
             tell: whoever asked for it, what is waited for.
 
         Raises:
-            NotReady: the run is known here, or this coordinator keeps nothing; a learner is not there, in another run, or has no
-                log of this one.
+            AlreadyExists: the run is known here.
+            NotReady: this coordinator keeps nothing; a learner is not there, in another run, or has no log of this one.
             SpecError: it was started with another spec, or other features.
+            RemoteProtocolError: the run's id is none.
             Unavailable: it cannot be kept.
         """
         run_id = request.run_id
+        require_run_id(run_id)
         self._require_lost(run_id)
         spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
@@ -206,7 +208,7 @@ class Starter:
                 "a run that was lost is taken up by a coordinator that keeps its runs: start this one with --state FOLDER"
             )
         if (known := self._courses.get(run_id)) is not None:
-            raise NotReady(
+            raise AlreadyExists(
                 f"run {run_id} is known here and is not lost; it is {_state(known.view())}. One that failed is taken up by "
                 f"`sottovoce runs resume {run_id}`"
             )
@@ -231,7 +233,8 @@ class Starter:
         except SottovoceError as error:
             over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
             self._store.keep({kept.run_id: over.SerializeToString()})
-            log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
+            rounds = min((each.status.rounds_done for each in over.learners), default=0)
+            log.error("run ended", run_id=kept.run_id, state="failed", reason=over.detail, rounds=rounds)
             return PastRun(replace(kept, view=over.SerializeToString()))
 
 

@@ -69,6 +69,18 @@ class NotReady(SottovoceError):
     """Asked for something that this service cannot give in its present state."""
 
 
+class LimitReached(NotReady):
+    """A service would serve more than it can at a time: learners, captures, or bytes of messages."""
+
+
+class NotFound(SottovoceError):
+    """A run, a learner or a capture of this name is not known here."""
+
+
+class AlreadyExists(SottovoceError):
+    """What was to be made or taken up is here already."""
+
+
 class RunOver(NotReady):
     """A run is over for a learner, for good: nobody will take it up again.
 

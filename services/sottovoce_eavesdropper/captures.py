@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, SpecError
+from sottovoce.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Recording
@@ -66,10 +66,16 @@ class Captures:
 
         Raises:
             RemoteProtocolError: a route is of nobody, or a channel comes twice.
-            NotReady: there are as many captures or relays as are served.
+            AlreadyExists: the run has an open one.
+            LimitReached: there are as many captures or relays as are served.
             SottovoceError: it cannot be written, or a relay cannot listen.
         """
         Participants.of(spec).require(*(index for route in request.routes for index in (route.caller, route.callee)))
+        for each in self.recordings.values():
+            if each.file.run_id == request.run_id and each.file.open:
+                raise AlreadyExists(
+                    f"run {request.run_id!r} is captured already: {each.file.capture_id}; close that first"
+                )
         with self._room(request.routes):
             return await self._begun(request, spec, opener)
 
@@ -82,10 +88,14 @@ class Captures:
         """The capture of this id.
 
         Raises:
-            CaptureError: there is none.
+            SpecError: no id is given.
+            NotFound: there is none.
         """
+        if not capture_id:
+            raise SpecError("a capture's id is required, got none")
         if capture_id not in self.recordings:
-            raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self.recordings)}")
+            known = f"the last one is {next(reversed(self.recordings))!r}" if self.recordings else "there is none"
+            raise NotFound(f"no capture {capture_id!r} here: {known}")
         return self.recordings[capture_id]
 
     async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[Sent]:
@@ -128,7 +138,8 @@ class Captures:
         """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that.
 
         Raises:
-            CaptureError: there is none.
+            NotFound: there is none.
+            CaptureError: it is closed.
         """
         own = [each for each in self.recordings.values() if each.file.run_id == run_id]
         if not own:
@@ -140,7 +151,9 @@ class Captures:
         for each in own:
             if each.file.open:
                 return each
-        raise CaptureError(f"no open capture of run {run_id!r}")
+        if own:
+            raise CaptureError(f"the capture of run {run_id!r} is closed: {own[-1].file.capture_id}")
+        raise NotFound(f"no capture of run {run_id!r} here")
 
     async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
         capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.of(spec)
@@ -159,14 +172,14 @@ class Captures:
 
         Raises:
             RemoteProtocolError: a channel comes twice.
-            NotReady: there are as many captures or relays as are served.
+            LimitReached: there are as many captures or relays as are served.
         """
         if len({(route.caller, route.callee) for route in routes}) < len(routes):
             raise RemoteProtocolError("the routes of a capture must be of different channels")
         served = [*self._opening, *(len(each.relays) for each in self.recordings.values() if not each.closed)]
         captures, relays = len(served) + 1, sum(served) + len(routes)
         if captures > MOST_OPEN or relays > MOST_RELAYS:
-            raise NotReady(
+            raise LimitReached(
                 f"an eavesdropper serves at most {MOST_OPEN} captures and {MOST_RELAYS} relays at a time, asked for "
                 f"{captures} and {relays}: take `capture: mirror`, or another eavesdropper"
             )

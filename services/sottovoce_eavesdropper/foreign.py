@@ -14,6 +14,7 @@ from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.relay import FINISH_S, Relay
 from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_rpc.addresses import require_address
+from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -142,5 +143,7 @@ async def serve(config: ForeignConfig, *, with_stdin: bool = False) -> None:
         SottovoceError: the address is taken, or a file cannot be used.
     """
     relay = ForeignRelay(config)
-    announce("relay", address=await relay.start(), to=config.to, capture=relay.folder)
-    await serve_until_stopped(relay.stop, with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)
+    address = await relay.start()
+    announce("relay", address=address, to=config.to, capture=relay.folder)
+    log_start("relay", address=address, to=config.to, folder=relay.folder)
+    await serve_until_stopped(lambda _: relay.stop(), with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)

@@ -1,7 +1,8 @@
 """Writing captures: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
 
 A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
-most what was in memory is lost: about `PART_ROWS` messages or `_PART_S` seconds.
+most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_S` seconds and the time
+that one part takes to be written, or fewer where `PART_ROWS` messages fill a part.
 
 Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture. Captures of before lack `again`.
 """
@@ -224,12 +225,15 @@ class CaptureFile:
             await _to_its_end(self._describe)
 
     async def write_parts(self) -> None:
-        """Write parts as they fill up, until cancelled."""
+        """Write parts as they fill up, or a second after the last one was begun, until cancelled."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
         while self.open:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PART_S):
+                async with asyncio.timeout_at(max(begun + _PART_S, loop.time())):
                     await self._full.wait()
             self._full.clear()
+            begun = loop.time()
             await self.flush()
 
     async def room(self) -> None:

@@ -20,9 +20,19 @@ from sottovoce.errors import StrangerError
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_rpc.access import Access, Refusals
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import MOST_CALLS, SERVER_OPTIONS, Options, channel, listen_on
+from sottovoce_rpc.server import (
+    AROUND_BYTES,
+    MAX_MESSAGE,
+    MOST_CALLS,
+    SERVER_OPTIONS,
+    Options,
+    channel,
+    limited,
+    listen_on,
+)
 from sottovoce_rpc.signatures import is_signature
 from sottovoce_rpc.status import Ending, answering
 from sottovoce_rpc.tasks import beside
@@ -67,7 +77,7 @@ class Relay(grpc.GenericRpcHandler):
         credentials: of the eavesdropper, as which it stands in the middle where channels are encrypted.
         refused: counts calls that are.
         to: leads to whoever accepts (default: a channel to the route's target, by the credentials).
-        options: of the listening side.
+        options: of the listening side (default: for messages of the fields of the capture).
     """
 
     def __init__(
@@ -80,7 +90,7 @@ class Relay(grpc.GenericRpcHandler):
         credentials: Credentials = NO_IDENTITY,
         refused: Refusals | None = None,
         to: grpc.aio.Channel | None = None,
-        options: Options = SERVER_OPTIONS,
+        options: Options | None = None,
     ) -> None:
         self._route, self._capture = route, capture
         self._streams = streams
@@ -88,12 +98,20 @@ class Relay(grpc.GenericRpcHandler):
         self._ends, self._credentials = ends, credentials
         self._own = to is None  # else of a service that is not ours, and of its clients
         guards = [Access(credentials, refused)] if self._own else []
+        options = limited(SERVER_OPTIONS, self._most) if options is None else options
         self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
         self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
 
     def _channel(self) -> grpc.aio.Channel:
         self._shown = self._credentials.expires
-        return channel(self._route.target or _NOWHERE, Role.LEARNER, self._ends[1], credentials=self._credentials)
+        to = self._route.target or _NOWHERE
+        return channel(to, Role.LEARNER, self._ends[1], credentials=self._credentials, max_message=self._most)
+
+    @property
+    def _most(self) -> int:
+        """Bytes of the longest message that passes: of a run of ours it is known how long they are."""
+        fields = self._capture.fields
+        return RoundCodec(fields).length + AROUND_BYTES if fields else MAX_MESSAGE
 
     async def open(self, listen: str) -> str:
         """Listen as the eavesdropper does; returns the address.

@@ -20,14 +20,15 @@ from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
-from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.access import NO_ONE, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.scraping import Scraped, scraped
-from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
+from sottovoce_rpc.server import AROUND_BYTES, MOST_CALLS, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
 from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -37,10 +38,12 @@ log = structlog.get_logger()
 NAME = "sottovoce_wire.v1.Eavesdropper"
 _CHUNK = 1024 * 1024
 _MIRROR_DRAIN_S = 3.0
+MAX_MIRRORS = 4
+"""Streams of copies of one learner at a time: one of its run, and those that it gave up and that have not ended yet."""
 DRAIN_S = FINISH_S + WRITE_S
 """How long it may take to write what it holds, once it is told to stop."""
-_MOST_MESSAGE = MOST_PAYLOAD + 32 * 1024 * 1024
-"""Bytes of what learners copy: the longest message that is kept ends a batch of others."""
+_MOST_MESSAGE = MOST_PAYLOAD + AROUND_BYTES
+"""Bytes of what learners copy: the longest message that is kept comes alone."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -75,6 +78,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.config = config
         self._host = config.listen.rsplit(":", 1)[0]
         self._captures = Captures(config.folder, self._host, config.credentials, allow_imports=config.allow_imports)
+        self._mirrors = StreamLimit(MAX_MIRRORS if config.credentials.principal else MOST_CALLS, "copies")
         self.service: Service | None = None
         self.address = ""
 
@@ -183,6 +187,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """The files of a capture as they stand: first what it says of itself, then the parts, no fewer than that tells of."""
         async with answering(context):
             file = self._captures.known(request.capture_id).file
+            if not request.first_part:  # else whoever follows a capture asks every second
+                log.info("capture read", capture=file.capture_id, by=self._caller(context) or NO_ONE)
             await file.settle()
             for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.place, "capture.json")):
                 yield piece
@@ -198,6 +204,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         taken = 0
         async with answering(context), contextlib.AsyncExitStack() as held:
             capture, caller = None, self.config.credentials.caller(context)
+            held.enter_context(self._mirrors.stream(caller))
             async for request in requests:
                 of_run = capture or await self._captures.of_run(request.run_id)
                 of_run.who.require_itself(request.sender, caller)
@@ -274,4 +281,5 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics
     service, refused = Eavesdropper(config), Refusals()
     async with scraped(metrics, CATALOGUE, lambda: service.readings(refused), refused):
         announce("eavesdropper", address=await service.start())
-        await serve_until_stopped(service.stop, with_stdin=with_stdin, drain_s=DRAIN_S)
+        log_start("eavesdropper", config.credentials.principal, address=service.address, folder=config.folder)
+        await serve_until_stopped(lambda _: service.stop(), with_stdin=with_stdin, drain_s=DRAIN_S)

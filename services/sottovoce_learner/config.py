@@ -15,8 +15,20 @@ from sottovoce_rpc import principals
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.server import AROUND_BYTES, MAX_MESSAGE
 
 _Sampler = Literal["bitwise", "opendp"]
+
+
+_MAX_RECORDS_BYTES = 64 * 1024 * 1024
+"""Bytes of the records of one round, which come in one message."""
+
+
+def max_message_bytes(policy: Policy) -> int:
+    """Bytes of the longest message that a learner takes: the records of a round, or a model as large as its policy allows."""
+    if policy.most_parameters is None:
+        return MAX_MESSAGE
+    return min(MAX_MESSAGE, max(_MAX_RECORDS_BYTES, 8 * policy.most_parameters) + AROUND_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

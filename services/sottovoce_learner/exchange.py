@@ -19,12 +19,13 @@ from sottovoce.running.policy import accepted
 from sottovoce_learner.nearby import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
+from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.misconduct import KnownBy
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.server import HELLO_S, channel
+from sottovoce_rpc.server import AROUND_BYTES, HELLO_S, channel
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import learner_pb2
 
@@ -121,6 +122,7 @@ async def accept(
         raise RemoteProtocolError(
             f"the earlier of two in the spec opens their stream: {called(session.role.spec.names, neighbour)} must wait for us"
         )
+    give_turn_back()
     await stream.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, stream, next_round, _known_by(None if caller is None else caller.role))
 
@@ -144,6 +146,7 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         if overheard
         else (Role.LEARNER, (spec.names[index],))
     )
+    most = session.codec.length + AROUND_BYTES
     while not session.life.silent:
         name = names[attempt % len(names)]
         try:
@@ -151,9 +154,9 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
                 async with nearby.meet(neighbour.address) as stream:
                     await _greet(session, index, stream, KnownBy.NAME)
             else:
-                async with channel(
-                    neighbour.address, role, name, credentials=credentials
-                ) as to:  # a new one: it may be renewed
+                async with channel(  # a new one: it may be renewed
+                    neighbour.address, role, name, credentials=credentials, max_message=most
+                ) as to:
                     await _converse(session, index, to, _known_by(role if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:

@@ -17,6 +17,7 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.nearby import NearStream
 from sottovoce_learner.session import Session
 from sottovoce_rpc import principals
+from sottovoce_rpc.access import StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import failure
@@ -30,6 +31,9 @@ log = structlog.get_logger()
 NAME = "sottovoce_wire.v1.Learner"
 _RECEIPT_EVERY, _LULL_S = 16, 0.002
 """Batches between receipts on a stream that does not pause, and how long a pause is."""
+
+MAX_FEEDS = 16
+"""Streams of records of one caller at a time; those without an identity are one."""
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,6 +52,7 @@ class Face:
         self, config: LearnerConfig, in_run: Callable[[], Session], status: Callable[[], LearnerStatus]
     ) -> None:
         self._config, self._in_run, self._now = config, in_run, status
+        self._feeds = StreamLimit(MAX_FEEDS, "records")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
@@ -141,7 +146,7 @@ class Face:
             self._require(context, self._feeders)
             session = self._in_run()
             taken, source = 0, ""
-            with session.ingest.receipts.stream():
+            with session.ingest.receipts.stream(), self._feeds.stream(self._config.credentials.caller(context)):
                 async with Tasks() as tasks:
                     over = tasks.start(session.life.over() if session.role.spec.data.live else asyncio.Event().wait())
                     coming = tasks.start(_next(batches))

@@ -11,7 +11,7 @@ import structlog
 
 from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_rpc.logs import failure
+from sottovoce_rpc.logs import failure, log_start
 from sottovoce_rpc.server import announce
 from sottovoce_rpc.tasks import Tasks, drained
 
@@ -65,8 +65,11 @@ class Host:
         except BaseException:
             await self.stop()
             raise
-        for name, address in addresses.items():
-            announce("learner", name=name, address=address)
+        for learner in self._learners:
+            config, address = learner.config, addresses[learner.config.name]
+            announce("learner", name=config.name, address=address)
+            whose = {"learner": config.name, "coordinator": config.coordinator}
+            log_start("learner", config.credentials.principal, address=address, state=config.state_folder, **whose)
         return addresses
 
     async def _started(self, learner: Hosted) -> str:

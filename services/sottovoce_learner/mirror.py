@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 _BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
 _BATCH_BYTES = 16 * 1024 * 1024
-"""Of a batch, but for its last copy: a message has a limit, however large a model is."""
+"""Of a batch of several copies: a message has a limit, however large a model is."""
 AGAIN = 1_024
 """Copies that are sent again on a new stream: nobody confirms them one by one."""
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -35,10 +35,11 @@ LAST_S = 3.0
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""What is no use to try again: the copies are wrong, or the capture is closed."""
+"""What is no use to try again: the copies are wrong, or the capture is closed or unknown."""
 _JITTER = secrets.SystemRandom()
 
 
@@ -135,9 +136,11 @@ class Mirror:
     def _batch(self) -> list[eavesdropper_pb2.MirroredMessage]:
         """The next copies that go out together."""
         batch, size = list[eavesdropper_pb2.MirroredMessage](), 0
-        while self._waiting and len(batch) < _BATCH and size < _BATCH_BYTES:
+        while self._waiting and len(batch) < _BATCH:
+            size += len(self._waiting[0].payload)
+            if batch and size > _BATCH_BYTES:
+                break
             batch.append(self._waiting.popleft())
-            size += len(batch[-1].payload)
         return batch
 
     async def _pause(self) -> None:

@@ -16,7 +16,7 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
 from sottovoce_learner import exchange
-from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
@@ -104,7 +104,13 @@ class Learner:
                 await asyncio.to_thread(self._require_whole)
                 held.renew()
                 self._following.identity = Identity.of(folder, self.config.name)
-                self.service = await start_server(self.config.listen, self.face.add_to, [NAME], self.config.credentials)
+                self.service = await start_server(
+                    self.config.listen,
+                    self.face.add_to,
+                    [NAME],
+                    self.config.credentials,
+                    max_message_bytes(self.config.policy),
+                )
             except BaseException:
                 held.close()
                 raise
@@ -120,9 +126,8 @@ class Learner:
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
         stand(Files(self.config.state_folder, self.config.name))
-        end_run(
-            self.config.state_folder, self.config.name, keep_log=self.config.keep_log
-        )  # what a death has left of it
+        # what a death has left of a run
+        end_run(self.config.state_folder, self.config.name, keep_log=self.config.keep_log)
 
     async def follow(self, address: str) -> None:
         """Follow the coordinator for ever; it may come back after having been away.
@@ -260,7 +265,8 @@ class Learner:
                 self._meet(session, told)
             case Grant() if session is not None:
                 session.grant(told)
-            case Stop(_, over):
+            case Stop(reason, over):
+                log.info("told to stop", learner=self.config.name, run_id=run_id, reason=reason, over=over)
                 self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
                     await self._end_run()
@@ -422,7 +428,7 @@ async def serve(
     learners = [Learner(config, tracing, nearby) for config in configs]
     host = Host(learners)
 
-    async def stop() -> None:
+    async def stop(_: str) -> None:
         await host.stop()
         if tracing is not None:
             await tracing.end()

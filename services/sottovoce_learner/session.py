@@ -19,7 +19,7 @@ import structlog
 
 from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, Unavailable
+from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, SpecError, Unavailable
 from sottovoce.network.roster import called, in_short
 from sottovoce.noise import Noise
 from sottovoce.running.late import USED, used_field
@@ -27,6 +27,7 @@ from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Allowance, Books
+from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.grants import Grants
 from sottovoce_learner.hearing import Hearing, Received
 from sottovoce_learner.hidden import Kept
@@ -104,6 +105,11 @@ class Session:
         self.algorithm, self.loss = run.algorithm, run.loss
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
+        if self.codec.length > (most := max_message_bytes(policy)):
+            raise SpecError(
+                f"this learner takes messages of at most {most} bytes, got a run whose messages have {self.codec.length}: "
+                "its owner allows more with most_parameters in the policy"
+            )
         start = self.algorithm.start(Who(index))
         terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
         since = datetime.now(UTC) - timedelta(days=DAYS)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import structlog
 
-from sottovoce.errors import StrangerError
+from sottovoce.errors import LimitReached, RemoteProtocolError, StrangerError
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.status import answering
@@ -32,8 +34,14 @@ _AGAIN_S = 5.0
 _MOST_LOGGED = 20
 _DENIED: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
 """As gRPC says it, by its version."""
+MAX_UNREAD_BYTES = 192 * 1024 * 1024
+"""Of messages of one caller that are on their way into a server, where one alone is not longer."""
+_REQUEST_TIMEOUT_S = 30.0
+"""For a single request, in its turn."""
 NOT_BELIEVED = "not allowed: whoever calls is not believed here"
 """All that a stranger is told."""
+NO_ONE = "not known, without an identity"
+"""In a log, in place of a caller that has shown no certificate."""
 STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
 """Why somebody is refused: not believed at all, in another role than is needed, or not whom the service itself takes."""
 
@@ -124,16 +132,115 @@ class Refusals:
             log.warning("call refused", **facts, refused=refused)
 
 
+class Turns:
+    """Limits the memory of messages that a server has not read yet.
+
+    Once a call has asked for a message, gRPC holds the whole of it before it hands it over. So a call asks only in its turn, and
+    the others of the same caller wait. All callers without an identity are one.
+
+    Args:
+        max_message: bytes of the longest message of this server.
+    """
+
+    def __init__(self, max_message: int) -> None:
+        self._many = max(1, MAX_UNREAD_BYTES // max_message)
+        self._open: dict[tuple[str, str], asyncio.Semaphore] = {}
+        self._calls = Counter[tuple[str, str]]()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, method: str, caller: Principal | None) -> AsyncIterator[Turn]:
+        """Wait for a turn of this caller, and hold it until the block ends or the turn is given back.
+
+        Health checks have turns of their own: they must not wait for a service's messages.
+        """
+        own = str(caller or ""), method.split("/")[1]
+        many = self._many if own[1].startswith("sottovoce") else 1
+        turns = self._open.setdefault(own, asyncio.Semaphore(many))
+        self._calls[own] += 1
+        try:
+            await turns.acquire()
+            turn = Turn(turns)
+            try:
+                yield turn
+            finally:
+                turn.give_back()
+        finally:
+            self._calls[own] -= 1
+            if not self._calls[own]:
+                del self._calls[own], self._open[own]
+
+
+class Turn:
+    """The right of one call to hold an unread message."""
+
+    def __init__(self, turns: asyncio.Semaphore) -> None:
+        self._turns: asyncio.Semaphore | None = turns
+
+    def give_back(self) -> None:
+        """Let another call of the caller read; a second time it changes nothing."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.release()
+
+
+_TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
+
+
+def give_turn_back() -> None:
+    """Let the present call read without a turn from now on: what is in its place is limited in another way."""
+    if (turn := _TURN.get()) is not None:
+        turn.give_back()
+
+
+class StreamLimit:
+    """Limits how many streams one caller holds open, each of which may hold an unread message for as long as it is there.
+
+    Args:
+        most: streams of a caller at a time.
+        what: they bring.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what, self._open = most, what, Counter[str]()
+
+    @contextlib.contextmanager
+    def stream(self, caller: Principal | None) -> Iterator[None]:
+        """While a stream is open, which needs no turn.
+
+        Raises:
+            LimitReached: its caller has as many.
+        """
+        whom = str(caller or "callers without an identity")
+        if self._open[whom] >= self._most:
+            raise LimitReached(
+                f"at most {self._most} streams of {self._what} by {whom} may be open here: end one first"
+            )
+        self._open[whom] += 1
+        give_turn_back()
+        try:
+            yield
+        finally:
+            self._open[whom] -= 1
+            if not self._open[whom]:
+                del self._open[whom]
+
+
 class Access(grpc.aio.ServerInterceptor):
     """Holds a server to the table. What is not in it, nobody may call.
+
+    Nothing of a call is read before it is known that its caller may make it.
 
     Args:
         credentials: of the server, which know the callers.
         refused: counts calls that are (default: those of this server alone).
+        max_message: bytes of the longest message of this server; None: its calls read without turns.
     """
 
-    def __init__(self, credentials: Credentials, refused: Refusals | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, refused: Refusals | None = None, max_message: int | None = None
+    ) -> None:
         self.refused, self._credentials = refused or Refusals(), credentials
+        self._turns = None if max_message is None else Turns(max_message)
 
     def require(self, method: str, context: Context) -> Principal | None:
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
@@ -167,44 +274,69 @@ class Access(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        make, own = next(
-            (make, own)
-            for make, own in (
-                (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-                (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-                (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-                (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-            )
-            if own is not None
+        method, single = handler_call_details.method, not handler.request_streaming
+        # A single request is read as a stream of one: else gRPC would read it before anybody has looked at its caller.
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
-        streams = handler.request_streaming or handler.response_streaming
-        held = self._generated(method, own) if inspect.isasyncgenfunction(own) else self._awaited(method, own, streams)
+        own = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if inspect.isasyncgenfunction(own):
+            held: Callable[..., Any] = self._generated(method, own, single)
+        else:
+            held = self._awaited(method, own, single, watched=not single or handler.response_streaming)
         return make(held, handler.request_deserializer, handler.response_serializer)
 
-    def _awaited(self, method: str, own: Callable[..., Awaitable[Any]], streams: bool) -> Callable[..., Awaitable[Any]]:
-        async def answer(request: Any, context: Context) -> Any:
-            async with answering(context):
-                caller = self.require(method, context)
-                with self._counted(method, caller, context):
-                    if not streams or caller is None:
-                        return await own(request, context)
-                    async with beside(self._still(method, context)):
-                        return await own(request, context)
+    def _awaited(
+        self, method: str, own: Callable[..., Awaitable[Any]], single: bool, *, watched: bool
+    ) -> Callable[..., Awaitable[Any]]:
+        async def answer(_: object, context: Context) -> Any:
+            held: list[Any] = [_Requests(context)]
+            with _forgotten():
+                async with answering(context):
+                    caller = self.require(method, context)
+                    with self._counted(method, caller, context):
+                        async with self._read(method, caller, held, single):
+                            if not watched or caller is None:
+                                return await own(held.pop(), context)
+                            async with beside(self._still(method, context)):
+                                return await own(held.pop(), context)
 
         return answer
 
-    def _generated(self, method: str, own: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-        async def answers(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with answering(context):
-                caller = self.require(method, context)
-                with self._counted(method, caller, context):
-                    async for each in own(request, context):
-                        if caller is not None:
-                            self.require(method, context)
-                        yield each
+    def _generated(
+        self, method: str, own: Callable[..., AsyncIterator[Any]], single: bool
+    ) -> Callable[..., AsyncIterator[Any]]:
+        async def answers(_: object, context: Context) -> AsyncIterator[Any]:
+            held: list[Any] = [_Requests(context)]
+            with _forgotten():
+                async with answering(context):
+                    caller = self.require(method, context)
+                    with self._counted(method, caller, context):
+                        async with self._read(method, caller, held, single):
+                            async for each in own(held.pop(), context):
+                                if caller is not None:
+                                    self.require(method, context)
+                                yield each
 
         return answers
+
+    @contextlib.asynccontextmanager
+    async def _read(self, method: str, caller: Principal | None, held: list[Any], single: bool) -> AsyncIterator[None]:
+        """Put the one request of a call, read in its turn, in the place of its stream; or give the stream a turn."""
+        if self._turns is None:
+            if single:
+                held[0] = await _only(held[0])
+            yield
+            return
+        async with self._turns.turn(method, caller) as turn:
+            if single:
+                held[0] = await _only(held[0])
+                turn.give_back()
+            else:
+                _TURN.set(turn)
+            yield
 
     @contextlib.contextmanager
     def _counted(self, method: str, caller: Principal | None, context: Context) -> Iterator[None]:
@@ -225,3 +357,50 @@ class Access(grpc.aio.ServerInterceptor):
         while True:
             await asyncio.sleep(_AGAIN_S)
             self.require(method, context)
+
+
+class _Requests:
+    """The requests of a call, as they come. gRPC's own iterator keeps the last one for good where it is not read to its end."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return request
+
+
+@contextlib.contextmanager
+def _forgotten() -> Iterator[None]:
+    """Let go of a refused call and what it has sent: gRPC keeps the error, its frames keep the call, and that is a circle.
+
+    The error ends here, and gRPC, which knows of it, raises it again.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError as error:
+        behind: BaseException | None = error
+        while behind is not None:  # a group of errors, as of a `TaskGroup`, is a circle, too
+            traceback.clear_frames(behind.__traceback__)
+            behind = behind.__context__
+        error.__context__ = error.__traceback__ = None
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """The request of a call that has one.
+
+    Raises:
+        RemoteProtocolError: it has none, or that takes too long.
+    """
+    try:
+        async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+            return await anext(requests)
+    except StopAsyncIteration:
+        raise RemoteProtocolError("a call of this method must have a request, got none") from None
+    except TimeoutError:
+        raise RemoteProtocolError(f"a request must be here within {_REQUEST_TIMEOUT_S:g} s, got less of it") from None

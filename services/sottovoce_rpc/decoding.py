@@ -44,7 +44,9 @@ class Decoding(grpc.aio.ServerInterceptor):
         if not handler.response_streaming:
 
             async def answer(raw: bytes, context: _Context) -> Any:
-                return await handler.unary_unary(await _decoded(decode, raw, context), context)
+                request = await _decoded(decode, raw, context)
+                del raw  # the request has its own copy
+                return await handler.unary_unary(request, context)
 
             return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Collection, MutableMapping
+from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
@@ -63,6 +64,18 @@ def configure_logs(level: str = "info", form: str = "auto") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def log_start(service: str, identity: object = None, **facts: object) -> None:
+    """Log that a service serves from now on.
+
+    Args:
+        service: its kind.
+        identity: its principal; None: it has no identity.
+        facts: where it listens, where it keeps its state, and whose it is.
+    """
+    told = {name: str(value) for name, value in facts.items() if value is not None}
+    log.info("started", service=service, version=version("sottovoce"), identity=str(identity or "none"), **told)
 
 
 def _plainly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

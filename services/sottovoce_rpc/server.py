@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -32,12 +33,16 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.status import handshake, nobody
 from sottovoce_rpc.tasks import Tasks, beside, drained
 
+log = structlog.get_logger()
+
 _DRAIN_S = 3.0
 _GRACE_S = 0.5
 HELLO_S = 10.0
 """For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
 MAX_MESSAGE = 256 * 1024 * 1024
 """Bytes of a message where models, records or copies of what was said are carried."""
+AROUND_BYTES = 1024 * 1024
+"""Bytes around the numbers of a message, at most: names of fields, of its round and sender, of those who get a copy."""
 MAX_CONTROL = 8 * 1024 * 1024
 """Bytes of what a coordinator is told: a spec with all edges that it serves has about one million."""
 MOST_CALLS = 4_096
@@ -63,7 +68,7 @@ SERVER_OPTIONS: Options = (
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
 )
-CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.use_local_subchannel_pool", 1),
@@ -75,8 +80,18 @@ CHANNEL_OPTIONS = (
 )
 
 
+def limited(options: Options, max_message: int) -> Options:
+    """The options of a server or a channel where what comes has at most so many bytes."""
+    return tuple({**dict(options), "grpc.max_receive_message_length": max_message}.items())
+
+
 def channel(
-    address: str, whom: Role | None = None, name: str = "", *, credentials: Credentials = NO_IDENTITY
+    address: str,
+    whom: Role | None = None,
+    name: str = "",
+    *,
+    credentials: Credentials = NO_IDENTITY,
+    max_message: int = MAX_MESSAGE,
 ) -> Channel:
     """A channel to one of our services.
 
@@ -85,12 +100,13 @@ def channel(
         whom: the role of whoever must be there, where this process has an identity.
         name: its name; empty: whoever has that role.
         credentials: of this process.
+        max_message: bytes of what is answered.
 
     Raises:
         SpecError: it is on another machine, and this process has no identity.
         NotReady: the files of the identity cannot be used.
     """
-    return credentials.channel(address, whom, name, CHANNEL_OPTIONS)
+    return credentials.channel(address, whom, name, limited(CHANNEL_OPTIONS, max_message))
 
 
 async def reach(to: Channel, who: str, seconds: float, tell: Callable[[str, bool], None] | None = None) -> None:
@@ -173,10 +189,9 @@ async def start_server(
         Unavailable: the address cannot be listened on.
     """
     secured = credentials.of_server(require_address(listen, "--listen", listen=True))
-    options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_message}
-    interceptors = [access := Access(credentials), Decoding(MAX_CONTROL)]
+    interceptors = [access := Access(credentials, max_message=max_message), Decoding(MAX_CONTROL)]
     server = grpc.aio.server(
-        interceptors=interceptors, options=tuple(options.items()), maximum_concurrent_rpcs=MOST_CALLS
+        interceptors=interceptors, options=limited(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MOST_CALLS
     )
     add(server)
     checks = health.aio.HealthServicer()
@@ -238,19 +253,21 @@ async def _until_told_to_stop(*, with_stdin: bool = False) -> str:
 
 
 async def serve_until_stopped(
-    stop: Callable[[], Coroutine[Any, Any, None]],
+    stop: Callable[[str], Coroutine[Any, Any, None]],
     work: Iterable[Coroutine[Any, Any, object]] = (),
     *,
     with_stdin: bool = False,
     drain_s: float = _DRAIN_S,
+    logged: bool = True,
 ) -> None:
     """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
 
     Args:
-        stop: drains and closes the service.
+        stop: drains and closes the service, and is told why it ends.
         work: what it does in the meantime.
         with_stdin: stop when standard input ends, so that no service outlives whoever started it.
         drain_s: how long `stop` may take; then it is cut off.
+        logged: whether the log says that it ends, and why.
 
     Raises:
         SottovoceError: what a work failed with.
@@ -259,13 +276,19 @@ async def serve_until_stopped(
     tell_no_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
         told = signals.start(_until_told_to_stop(with_stdin=with_stdin))
+        why = "cancelled"
         try:
             async with Tasks() as works:
                 done, _ = await asyncio.wait(
                     [told, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
                 )
+            why = told.result() if told in done else "its work has failed"
         finally:
-            await drained(stop(), drain_s)
+            if logged:
+                log.info("stopping", reason=why)
+            in_time = await drained(stop(why), drain_s)
+            if logged:
+                log.info("stopped", reason=why, drained=in_time)
     for task in done:
         task.result()
 

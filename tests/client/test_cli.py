@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,19 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import typer.main
 import yaml
+from typer.testing import CliRunner
 
+from sottovoce.data.folders import VARIABLE
+from sottovoce.errors import SpecError
 from sottovoce.experiment import load as load_experiment
 from sottovoce.running.transcript import read_transcript
 from sottovoce.spec import load_spec, parse_spec
 from sottovoce.spec_versions import FORMAT
-from sottovoce_client.cli import main
+from sottovoce_client.cli import app, main
+from sottovoce_client.cli.app import VARIABLES, require_variables
+from sottovoce_client.cli.brokers import PASSWORD
 from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper import FORMAT as CAPTURES
 from sottovoce_eavesdropper.reading import open_capture
@@ -162,6 +169,55 @@ def test_the_version_is_said_with_the_formats_that_others_must_read() -> None:
     assert version("sottovoce") in out.splitlines()[0]
     for format_ in (DESCRIPTOR.package, f"of format {FORMAT}", CAPTURES):
         assert format_ in out.splitlines()[1]
+
+
+LINKS = {  # as Kubernetes makes them for a service sottovoce-coordinator with a port that is called grpc
+    "SOTTOVOCE_COORDINATOR_SERVICE_HOST": "10.0.0.7",
+    "SOTTOVOCE_COORDINATOR_SERVICE_PORT": "7400",
+    "SOTTOVOCE_COORDINATOR_SERVICE_PORT_GRPC": "7400",
+    "SOTTOVOCE_COORDINATOR_PORT": "tcp://10.0.0.7:7400",
+    "SOTTOVOCE_COORDINATOR_PORT_7400_TCP": "tcp://10.0.0.7:7400",
+    "SOTTOVOCE_COORDINATOR_PORT_7400_TCP_PROTO": "tcp",
+    "SOTTOVOCE_COORDINATOR_PORT_7400_TCP_PORT": "7400",
+    "SOTTOVOCE_COORDINATOR_PORT_7400_TCP_ADDR": "10.0.0.7",
+}
+
+
+def test_the_variables_of_settings_are_those_of_all_commands() -> None:
+    def of(command: Any) -> Iterator[str]:
+        for each in command.params:
+            given = each.envvar or ()
+            yield from (given,) if isinstance(given, str) else given
+        for each in getattr(command, "commands", {}).values():
+            yield from of(each)
+
+    found = {name for name in of(typer.main.get_command(app)) if name.startswith("SOTTOVOCE_")}
+    assert {*found, "SOTTOVOCE_DATA", "SOTTOVOCE_FEED_PASSWORD"} == VARIABLES
+    assert VARIABLE in VARIABLES and PASSWORD in VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("BUGDET", "BUDGET"), ("LOGLEVEL", "LOG_LEVEL"), ("IDENTTY", "IDENTITY"), ("METRIC", "METRICS")],
+)
+def test_a_variable_that_is_nearly_a_setting_is_refused(name: str, near: str) -> None:
+    """It would be ignored: a budget of nobody."""
+    with pytest.raises(SpecError, match=f"SOTTOVOCE_{name} is no setting: SOTTOVOCE_{near} is one"):
+        require_variables({f"SOTTOVOCE_{name}": "1"})
+
+
+def test_a_variable_that_is_none_is_told_and_those_of_kubernetes_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    require_variables({**LINKS, "SOTTOVOCE_BUDGET": "1", "PATH": "/bin", "_SOTTOVOCE_COMPLETE": "x"})
+    assert capsys.readouterr().err == ""
+    require_variables({"SOTTOVOCE_COLOUR": "red", "SOTTOVOCE_PORT": "7400"})
+    told = "sottovoce: the environment variable SOTTOVOCE_{} is no setting, and is ignored\n"
+    assert capsys.readouterr().err == told.format("COLOUR") + told.format("PORT")
+
+
+def test_a_command_looks_at_its_variables_unless_it_explains_itself() -> None:
+    run = partial(CliRunner().invoke, app, env={"SOTTOVOCE_BUGDET": "1"})
+    assert isinstance(run(["learner", "--name", "ann", "--coordinator", "127.0.0.1:9"]).exception, SpecError)
+    assert run(["learner", "--help"]).exit_code == 0
 
 
 def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[int, str, str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import subprocess
@@ -24,9 +25,9 @@ from typer.testing import CliRunner
 
 from sottovoce.errors import SpecError
 from sottovoce.running.metrics import Metrics
-from sottovoce_client import terminal
+from sottovoce_client import entry, terminal
 from sottovoce_client.backends import _done_for, mapper_over
-from sottovoce_client.cli import app
+from sottovoce_client.cli import app, services
 from sottovoce_client.running.launch import run_async
 
 LINE = "sottovoce: interrupted\n"
@@ -137,6 +138,60 @@ def test_other_signals_end_it_as_ctrl_c_does(
 ) -> None:
     assert told_while_imported(module, words, spec, tmp_path, number, ctrl_c) == (code, "", LINE)
     assert [each.name for each in tmp_path.iterdir()] == ["small.yaml"]
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("sottovoce_client.cli.pki", ["coordinator"]),
+        ("sottovoce_coordinator.service", ["coordinator", "--listen", "127.0.0.1:0"]),
+        ("sottovoce_learner.service", ["learner", "--name", "ann", "--coordinator", "127.0.0.1:9"]),
+        ("sottovoce_eavesdropper.foreign", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
+    ],
+)
+def test_a_service_that_is_told_to_end_while_it_is_imported_ends_well(
+    module: str, words: list[str], number: str, spec: str, tmp_path: Path
+) -> None:
+    """It serves nobody, and has nothing to drain: that is no failure, for whoever restarts services that fail."""
+    code, told, log = told_while_imported(module, words, spec, tmp_path, number)
+    assert (code, told) == (0, "")
+    assert json.loads(log) == {"event": "stopped", "level": "info", "reason": number, "drained": True}
+
+
+async def test_a_service_that_is_told_to_end_while_it_starts_ends_well() -> None:
+    """Nor does it when it has begun to open its files; cancelled by anybody else it is cut off."""
+    ended, begun = list[str](), asyncio.Event()
+
+    async def starting() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cleaned up")
+
+    serving = asyncio.ensure_future(services._until_told(starting()))
+    await begun.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+    begun.clear()
+    cut = asyncio.ensure_future(services._until_told(starting()))
+    await begun.wait()
+    cut.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cut
+    assert ended == ["cleaned up"] * 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def test_a_command_of_the_eavesdropper_that_ends_by_itself_is_no_service() -> None:
+    assert [entry._serves(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def told_while_imported(

@@ -19,7 +19,7 @@ from sottovoce.auditing.swaps import swaps
 from sottovoce.budget.composition import dearest_record, message_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.data.dataset import Dataset, Labelled
-from sottovoce.errors import CheckFailed, DataError, SpecError
+from sottovoce.errors import CheckFailed, DataError, NotReady, SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.lab.watch.canaries import CanaryTest, draw
@@ -638,17 +638,17 @@ def test_who_is_lost_is_unheard_from_the_rounds_that_are_named(
         if since < t and before.roster.is_there(NAMES.index(name), since):
             with pytest.raises(SpecError, match=rf"round {since} of this learner is over"):
                 require_amendment(before.roster, after.roster, i, since + 1, since + 1)
-    with pytest.raises(SpecError, match="start a new run"):
+    with pytest.raises(NotReady, match="start a new run"):
         with_learner(after, name, t)
 
 
 def test_who_is_away_cannot_leave_and_who_is_there_cannot_join() -> None:
     spec = spec_of()
-    with pytest.raises(SpecError, match=r"ben is away from round 9 on as it is"):
+    with pytest.raises(NotReady, match=r"ben is away from round 9 on as it is"):
         without(spec, "ben", 9)
     for name in ("ann", "ben"):
         with pytest.raises(
-            SpecError, match=rf"only who has a place in the spec and no round yet .* and {name} has some"
+            NotReady, match=rf"only who has a place in the spec and no round yet .* and {name} has some"
         ):
             with_learner(spec, name, 3)
     alone = spec_of([{"learner": name, "first_round": 2} for name in NAMES[1:]])

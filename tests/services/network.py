@@ -309,3 +309,12 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     except grpc.aio.AioRpcError as error:
         return error if ending is None else await ending.status()
     raise AssertionError("the call was not refused")
+
+
+async def until_charged(files: Files) -> None:
+    """Wait until the ledger says what the last run has cost."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if look(files).opened is None:
+                return
+            await asyncio.sleep(0.01)

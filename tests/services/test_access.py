@@ -287,6 +287,7 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
 
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
     session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
+    session.codec = SimpleNamespace(length=100)
     monkeypatch.setattr(exchange, "channel", noting)
     await exchange.keep_open(
         cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials(), Nearby()

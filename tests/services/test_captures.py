@@ -211,6 +211,37 @@ async def test_a_part_that_is_being_written_is_finished_before_the_end(
     assert open_capture(tmp_path).totals()[0] == 6
 
 
+async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that took to be written: what a killed eavesdropper loses is not that much more."""
+    file, loop = await captured(tmp_path / "cap", [], close=False), asyncio.get_running_loop()
+    begun, due, enough = [loop.time()], list[float](), asyncio.Event()
+
+    async def flush(_: records.CaptureFile) -> None:
+        begun.append(loop.time())
+        await asyncio.sleep(0.05)
+        file._full.set()
+
+    def until(when: float) -> asyncio.Timeout:
+        due.append(when)
+        if len(due) == 4:
+            enough.set()
+        return asyncio.Timeout(None)
+
+    monkeypatch.setattr(records.CaptureFile, "flush", flush)
+    monkeypatch.setattr(asyncio, "timeout_at", until)
+    file._full.set()
+    async with asyncio.timeout(PATIENCE_S):
+        writing = asyncio.ensure_future(file.write_parts())
+        await enough.wait()
+        writing.cancel()
+        await asyncio.wait([writing])
+    monkeypatch.undo()
+    assert all(when <= since + records._PART_S for when, since in zip(due[1:], begun[1:], strict=False))
+    await file.close()
+
+
 # ---- hostile and mutilated -------------------------------------------------------------------------------------------
 
 

@@ -621,7 +621,7 @@ async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path
             await refused(stub.StopRun(coordinator_pb2.StopRunRequest(run_id="other"), timeout=PATIENCE_S)),
             await refused(stub.GetRun(coordinator_pb2.GetRunRequest(run_id="other"), timeout=PATIENCE_S)),
         ):
-            assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+            assert (failure.code(), reason(failure)) == (Code.NOT_FOUND, "NotFound")
             assert failure.details() == f"no run 'other': the last one is {run_id!r}"
 
 
@@ -786,7 +786,7 @@ async def test_runs_are_remembered_newest_first_and_in_bounded_number(
     assert listed == [[outcomes[3].run_id, outcomes[2].run_id], [outcomes[1].run_id]]
     assert (pages[1].next_page_token, pages[0].runs[0].spec) == ("", "")
     assert (bad.code(), reason(bad)) == (Code.INVALID_ARGUMENT, "SpecError")
-    assert reason(forgotten) == "NotReady"
+    assert reason(forgotten) == "NotFound"
     assert spec_from_wire(run.spec, imports=False) == spec and run.n_features == 3
     assert run.started_at.ToDatetime() < run.ended_at.ToDatetime()
     assert stopped.state == last.state == run.state == wire.RUN_STATE_FINISHED  # stopping it comes too late
@@ -803,7 +803,7 @@ async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:
             await refused(stub.StreamCapture(wire.StreamCaptureRequest(capture_id="c"), timeout=PATIENCE_S)),
             await refused(stub.Mirror(several(wire.MirrorRequest(run_id="r")), timeout=PATIENCE_S)),
         ):
-            assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "CaptureError")
+            assert (failure.code(), reason(failure)) == (Code.NOT_FOUND, "NotFound")
         failure = await refused(stub.OpenCapture(wire.OpenCaptureRequest(run_id="r", spec="{"), timeout=PATIENCE_S))
         listed = await stub.ListCaptures(wire.ListCapturesRequest(), timeout=PATIENCE_S)
 

@@ -18,11 +18,12 @@ from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import moved, repair
 from sottovoce_learner.service import Learner
+from sottovoce_learner.standing import Files
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, Network, network, refused
+from tests.services.network import PATIENCE_S, Network, network, refused, until_charged
 
 NAMES = ["ann", "ben"]
 
@@ -234,6 +235,7 @@ async def test_a_ledger_that_was_set_back_between_runs_is_known_by_the_coordinat
     spec, state = small_spec(5, NAMES, capture=capture), tmp_path / "journals"
     async with network(tmp_path, NAMES) as up:
         assert (await up.run(spec, made_up(spec))).state == "finished"
+        await until_charged(Files(state, "ann"))
         before = {path: path.read_bytes() for path in state.glob("ann.*")}
         second = await up.run(spec, made_up(spec))
         await up.leave("ann")

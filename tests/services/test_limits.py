@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -15,8 +18,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sottovoce.data import LearnerData
+from sottovoce.running.policy import Policy
 from sottovoce.spec import MOST_ABSENCES
-from sottovoce_client.running.feeder import rounds_of_batch
+from sottovoce_client.running.feeder import batch_of, rounds_of_batch
 from sottovoce_coordinator import joining
 from sottovoce_coordinator.fencing import Claim
 from sottovoce_coordinator.joining import Member, displacement
@@ -24,11 +28,14 @@ from sottovoce_coordinator.starting import MOST_EDGES
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_learner import session
+from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
-from sottovoce_rpc import server
+from sottovoce_rpc import access, server
 from sottovoce_rpc.directives import Grant, Origin
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import MAX_CONTROL, MAX_MESSAGE, channel
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import AROUND_BYTES, MAX_CONTROL, MAX_MESSAGE, channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import (
@@ -37,10 +44,12 @@ from sottovoce_wire.v1 import (
     eavesdropper_pb2,
     eavesdropper_pb2_grpc,
     learner_pb2,
+    learner_pb2_grpc,
     tensor_pb2,
 )
 from tests.examples import made_up, small_spec
 from tests.services.capturing import frame, hello
+from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_exchange_errors import confirming, exchange, introducing, several, start
 
@@ -122,9 +131,107 @@ async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None
     for method in ("OpenCapture", "Mirror"):
         failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
         assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
-    long = bytes(MAX_MESSAGE + 1)
+    long = bytes(max_message_bytes(up.learners["ann"].config.policy) + 1)
     failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/Status", long)
     assert failure.code() is Code.RESOURCE_EXHAUSTED
+
+
+def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> None:
+    for parameters, most in ((None, MAX_MESSAGE), (10**9, MAX_MESSAGE), (10**7, 8 * 10**7 + AROUND_BYTES)):
+        assert max_message_bytes(Policy(most_parameters=parameters)) == most
+    small = max_message_bytes(Policy(most_parameters=100))
+    assert small == max_message_bytes(Policy(most_parameters=1)) < MAX_MESSAGE // 3
+
+
+async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
+    up: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "max_message_bytes", lambda policy: 10)
+    run = await up.start(small_spec(5, ["ann"]), 3)
+    end = await up.end(run.run_id)
+    assert end.state == coordinator_pb2.RUN_STATE_FAILED
+    assert "this learner takes messages of at most 10 bytes, got a run whose messages have " in end.detail
+    monkeypatch.undo()
+
+
+async def test_unread_messages_of_one_caller_are_as_many_as_have_a_turn(up: Network) -> None:
+    """Further calls wait, and are answered when one is over; a health check has a turn of its own."""
+    assert up.learners["ann"].service is not None
+    turns = max(1, access.MAX_UNREAD_BYTES // max_message_bytes(up.learners["ann"].config.policy))
+    async with channel(up.addresses["ann"]) as to:
+        held: list[Any] = [to.stream_stream("/sottovoce_wire.v1.Learner/Predict")() for _ in range(turns)]
+        health: Any = health_pb2_grpc.HealthStub(to)
+        for call in held:
+            await call.wait_for_connection()
+        for _ in range(3):
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        waiting = learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
+        for _ in range(3):
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        assert not waiting.done()
+        held.pop().cancel()
+        assert (await waiting).status.learner == "ann"
+        for call in held:
+            call.cancel()
+
+
+async def test_nothing_is_read_of_a_caller_who_may_not_call(tmp_path: Path) -> None:
+    """Though it sends nothing, it is refused."""
+    identities = Identities(tmp_path / "ids")
+    async with network(tmp_path, ["ann"], identities=identities) as up:
+        stranger = identities.of("feeder/zoe")
+        async with channel(up.addresses["ann"], Role.LEARNER, "ann", credentials=stranger) as to:
+            for method in ("Exchange", "Nothing"):
+                failure = await refused(to.stream_stream(f"/sottovoce_wire.v1.Learner/{method}")(timeout=PATIENCE_S))
+                assert failure.code() in (Code.PERMISSION_DENIED, Code.UNIMPLEMENTED)
+        async with channel(up.coordinator, Role.COORDINATOR, credentials=stranger) as to:
+            for method in ("StartRun", "GetRun", "WatchRun", "Join"):
+                path = f"/sottovoce_wire.v1.Coordinator/{method}"
+                failure = await refused(to.stream_stream(path)(timeout=PATIENCE_S))
+                assert (failure.code(), method in (failure.details() or "")) == (Code.PERMISSION_DENIED, True)
+
+
+async def test_what_refused_calls_have_sent_is_let_go(up: Network) -> None:
+    """At once: no collector of circles runs."""
+    sent = bytes(2_000_003)
+    await up.start(small_spec(5, ["ann"]), 3)
+    await up.until("ann", LearnerState.RUNNING)
+    gc.collect()
+    gc.disable()
+    try:
+        for method in ("Predict", "Status", "Ingest", "Exchange"):
+            await raw(up.addresses["ann"], f"/sottovoce_wire.v1.Learner/{method}", b"\xff" + sent)
+        kept = [each.__traceback__ for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]
+        assert kept
+        files = {frame.f_code.co_filename for each in kept for frame, _ in traceback.walk_tb(each)}
+        assert not [file for file in files if "sottovoce" in file]
+        frames = [each for each in gc.get_objects() if isinstance(each, FrameType) and each.f_code.co_name != "raw"]
+        own = [each for each in frames if "/services/sottovoce" in each.f_code.co_filename]
+        held = [value for each in own for value in each.f_locals.values() if isinstance(value, bytes)]
+        assert not [value for value in held if len(value) > len(sent)]
+    finally:
+        gc.enable()
+    await stop_all(up)
+
+
+async def test_streams_of_records_are_so_many_of_a_caller(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = small_spec(500, ["ann"])
+    await up.start(spec, 3)
+    await up.until("ann", LearnerState.RUNNING)
+    (own,) = made_up(spec).learners
+    monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 1)
+    async with channel(up.addresses["ann"]) as to:
+        stub = learner_pb2_grpc.LearnerStub(to)
+        held = stub.Ingest(timeout=PATIENCE_S)
+        await held.write(batch_of(own, "s0", 0))
+        await held.read()
+        failure = await refused(stub.Ingest(iter([batch_of(own, "s1", 0)]), timeout=PATIENCE_S))
+        assert failure.code() is Code.RESOURCE_EXHAUSTED
+        assert "at most 1 streams of records by callers without an identity may be open here" in (
+            failure.details() or ""
+        )
+        held.cancel()
+    await stop_all(up)
 
 
 async def test_a_greeting_is_short_and_so_is_what_is_said_of_it(up: Network) -> None:
@@ -237,7 +344,7 @@ async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytes
     async with network(tmp_path, ["ann"]) as up:
         await up.until_here("ann")
         failure = await joined(up.coordinator, "zoe")
-        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert failure is not None and failure.code() is Code.RESOURCE_EXHAUSTED
         assert "a coordinator serves at most 1 learners at a time" in (failure.details() or "")
         await all_serve(up)
 
@@ -248,7 +355,7 @@ async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeyp
         await up.until_here("ann")
         assert await joined(up.coordinator, "zoe") is None
         failure = await joined(up.coordinator, "yan")
-        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert failure is not None and failure.code() is Code.RESOURCE_EXHAUSTED
         assert "a coordinator knows at most 2 learners by name" in (failure.details() or "")
         await all_serve(up)
 
@@ -285,7 +392,7 @@ async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route])
 async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     failure = await refused(opened(up, "run-1", routes(captures.MOST_RELAYS + 1)))
-    assert failure.code() is Code.FAILED_PRECONDITION
+    assert failure.code() is Code.RESOURCE_EXHAUSTED
     assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
     failure = await refused(opened(up, "run-1", routes(1) * 2))
     assert (failure.code(), failure.details()) == (
@@ -387,7 +494,11 @@ def test_a_batch_of_copies_fits_into_a_message() -> None:
     mirror = Mirror("run-1", 0, "127.0.0.1:1")
     for _ in range(5):
         mirror.copy(bytes(10_000_000), [1])
-    assert [len(mirror._batch()) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(mirror._batch()) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    mirror.copy(bytes(6_000_000), [1])
+    mirror.copy(bytes(6_000_000), [1])
+    mirror.copy(bytes(60_000_000), [1])
+    assert [len(mirror._batch()) for _ in range(3)] == [2, 1, 0]
     for _ in range(100):
         mirror.copy(frame(0, 0), [1])
     assert [len(mirror._batch()) for _ in range(3)] == [64, 36, 0]
@@ -395,11 +506,11 @@ def test_a_batch_of_copies_fits_into_a_message() -> None:
 
 def test_a_batch_of_records_fits_into_a_message() -> None:
     """Of a thousand pictures in a round, and of one; of many features; and a round alone may be as long as a message."""
-    for n_features, each, rounds in ((784, 1, 64), (784, 1_000, 21), (10_000, 100, 16), (2**20, 10, 1), (3, 0, 64)):
+    for n_features, each, rounds in ((784, 1, 64), (784, 1_000, 1), (10_000, 10, 10), (2**20, 10, 1), (3, 0, 64)):
         offsets = np.arange(200, dtype=np.int64) * each
         features, order = np.broadcast_to(np.zeros(1), (1, n_features)), np.zeros(0, np.int64)
         assert rounds_of_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
-        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < MAX_MESSAGE
+        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < max_message_bytes(Policy()) // 4
 
 
 # ---- what is said around calls ---------------------------------------------------------------------------------------

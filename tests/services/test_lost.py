@@ -55,7 +55,11 @@ async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) 
 async def not_recovered(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> str:
     """Why a run is not taken up."""
     failure = await refused(recover(up, run_id, spec, n_features))
-    assert failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+    assert failure.code() in (
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    )
     return failure.details() or ""
 
 

@@ -17,7 +17,11 @@ import pytest
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import batch_of
+from sottovoce_coordinator.courses import PastRun
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
+from sottovoce_coordinator.metrics import _failed
+from sottovoce_coordinator.runs import Overhearing
+from sottovoce_coordinator.store import KeptRun
 from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_learner.service import measured
@@ -303,5 +307,32 @@ def test_the_names_of_times_are_few() -> None:
     assert [name for name in metrics if TIMES.search(name)] == [
         "sottovoce_learner_waiting",
         "sottovoce_coordinator_run_ended_timestamp_seconds",
+        "sottovoce_coordinator_run_failed_timestamp_seconds",
         "sottovoce_eavesdropper_parts_total",
     ]
+
+
+def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> PastRun:
+    view = coordinator_pb2.Run(run_id=name, state=state)
+    view.ended_at.FromSeconds(ended)
+    for each in learners:
+        view.learners.add().status.learner = each
+    return PastRun(KeptRun(name, "{}", 1, Overhearing(), view.SerializeToString()))
+
+
+def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_one() -> None:
+    """Of others' runs after it nothing follows; a second failure of the same learners takes the first one's place."""
+    failed, finished = coordinator_pb2.RUN_STATE_FAILED, coordinator_pb2.RUN_STATE_FINISHED
+    first = past_run("first", failed, 10, "ann", "ben")
+    others, again, good = (
+        past_run("others", finished, 20, "cleo"),
+        past_run("again", failed, 30, "ben", "cleo"),
+        past_run("good", finished, 40, "cleo"),
+    )
+
+    def told(*newest_first: PastRun) -> dict[str, float]:
+        return {each.labels[0]: each.value for each in _failed(newest_first)}
+
+    assert told(first) == told(others, first) == {"first": 10.0}
+    assert told(again, others, first) == {"again": 30.0}
+    assert told(good, again, others, first) == {}

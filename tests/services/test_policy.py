@@ -27,7 +27,7 @@ from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.gossip import GOSSIP
 from tests.services.identities import Identities
-from tests.services.network import PATIENCE_S, Network, network
+from tests.services.network import PATIENCE_S, Network, network, until_charged
 from tests.services.test_resume import resume
 from tests.services.test_roster import leave
 
@@ -42,15 +42,6 @@ def spec_of(**sections: Any) -> RunSpec:
 def price(spec: RunSpec, rounds: int | None = None, learner: int = 0) -> float:
     """Epsilon of its first rounds, of one record each."""
     return build_run(spec, 3).guarantee(learner).epsilon(rounds)
-
-
-async def until_charged(files: Files) -> None:
-    """Wait until the ledger says what the last run has cost."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if look(files).opened is None:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def restarted(up: Network, name: str, policy: Policy) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import difflib
 import math
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,6 +55,57 @@ def _of_ctrl_c(error: BaseException | None) -> bool:
     return error is not None
 
 
+_PREFIX = "SOTTOVOCE_"
+VARIABLES = frozenset(
+    _PREFIX + name
+    for name in (
+        *("ADVERTISE", "ADVERTISE_HOST", "ALLOW_IMPORTS", "AUTHORITY", "BUDGET", "CAPTURES", "CONFIG", "COORDINATOR"),
+        *("COORDINATOR_STATE", "DATA", "EAVESDROPPER", "FEEDER", "FEED_PASSWORD", "FEED_USER", "HOST", "IDENTITY"),
+        *("INSECURE", "JOIN_TIMEOUT", "KEEP_LOG", "LEARNER", "LISTEN", "LOG_FORMAT", "LOG_LEVEL", "METRICS"),
+        *(
+            "METRICS_PROCESS",
+            "NAME",
+            "NOISE",
+            "NOISE_SEED",
+            "OWNER",
+            "POLICY",
+            "SOURCE",
+            "STATE",
+            "TRACE",
+            "TRACE_EVERY",
+        ),
+    )
+)
+"""Environment variables that are read, by any command."""
+_SERVICE_LINK = re.compile(
+    r"\w+?(_SERVICE_HOST=.+|_SERVICE_PORT(_\w+)?=\d+|_PORT(_\d+_(TCP|UDP|SCTP))?=\w+://.+"
+    r"|_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.+)"
+)
+"""Variables that Kubernetes gives every pod for each service beside it, which may be called sottovoce-coordinator."""
+_NEAR = 0.75
+"""How alike two names are of which one may be meant by the other."""
+
+
+def require_variables(environment: Mapping[str, str]) -> None:
+    """Refuse a variable that is nearly one that is read: as a setting it would be ignored. Of others say so.
+
+    Args:
+        environment: of the process.
+
+    Raises:
+        SpecError: a name is nearly that of a setting.
+    """
+    for name, value in sorted(environment.items()):
+        if not name.startswith(_PREFIX) or name in VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
+            continue
+        known = [each.removeprefix(_PREFIX) for each in sorted(VARIABLES)]
+        if near := difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, _NEAR):
+            raise SpecError(
+                f"the environment variable {plain(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
+            )
+        print(f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored", file=sys.stderr)
+
+
 class _Sottovoce(TyperGroup):
     """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
 
@@ -61,6 +114,8 @@ class _Sottovoce(TyperGroup):
             return super().make_context(*words, **more)
 
     def invoke(self, ctx: Any) -> Any:
+        if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
+            require_variables(os.environ)
         try:
             with _ending_in_a_line():
                 return super().invoke(ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -335,12 +336,33 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str, log_fo
     keep_private()
     try:
         with asyncio.Runner(loop_factory=_event_loop()) as runner:
-            runner.run(work())
+            runner.run(_until_told(work()))
     except SottovoceError:
         raise
     except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
         structlog.get_logger().critical("bug", **failure(error))
         raise typer.Exit(1) from None
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+    """Run a service. Told to stop before it serves, it ends well; from then on it listens to signals itself."""
+    import structlog
+
+    loop, own, told = asyncio.get_running_loop(), asyncio.current_task(), list[signal.Signals]()
+    assert own is not None  # noqa: S101 - asynchronous code runs in one
+
+    def stop(number: signal.Signals) -> None:
+        told.append(number)
+        own.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        structlog.get_logger().info("stopped", reason=told[0].name, drained=True)
 
 
 def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:

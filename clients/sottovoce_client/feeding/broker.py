@@ -25,7 +25,7 @@ _FIRST_S, _MOST_S = 0.2, 5.0
 
 
 class Patience:
-    """How long a broker may be away. That it is, and that it is back, is said once.
+    """How long a broker may be away. That it is, that it is back, and that it sends what comes, is said once each time.
 
     Args:
         what: of the broker, in messages.
@@ -35,7 +35,14 @@ class Patience:
     def __init__(self, what: str, seconds: float) -> None:
         self._what, self._seconds = what, seconds
         self._since: float | None = None
-        self._pause = _FIRST_S
+        self._pause, self._subscribed = _FIRST_S, False
+
+    def subscribed(self, source: str) -> None:
+        """It has answered, and nothing is missed that comes to a source of its from now on."""
+        self.here()
+        if not self._subscribed:
+            log.info("subscribed", broker=self._what, source=source)
+        self._subscribed = True
 
     def here(self) -> None:
         """It has answered."""
@@ -52,7 +59,7 @@ class Patience:
         Raises:
             Unavailable: it is away for too long.
         """
-        now = asyncio.get_running_loop().time()
+        now, self._subscribed = asyncio.get_running_loop().time(), False
         if self._since is None:
             self._since = now
             log.warning("the broker is away", broker=self._what, why=why, patience_s=self._seconds)

@@ -156,8 +156,8 @@ class _Partition:
                 if not begun:
                     after, begun = await self._begin(after), True
                 after = await self._look(after)
-                self._patience.here()
                 self._link.consumer.seek(self._partition, after + 1)
+                self._patience.subscribed(self.name)
                 while messages := await self._next():
                     after = messages[-1].position
                     yield messages

@@ -216,7 +216,7 @@ class _Session:
                 if self._present is None:
                     self._present = await self._link.connect()
                 self._renewed(present=self._present)
-                self._patience.here()
+                self._patience.subscribed(self.name)
                 while True:
                     messages = self._taken(await self._arrived())
                     if self._link.dropped:

@@ -174,6 +174,7 @@ class _Stream:
                 if not begun:
                     after, begun = await self._begin(after), True
                 sub, count = await self._consumer(after), 0
+                self._patience.subscribed(self.name)
                 looked = after, asyncio.get_running_loop().time()
                 while count >= 0:
                     messages, count = self._in_order(await self._fetched(sub), after, count)

@@ -106,7 +106,7 @@ class _Stream:
                 if not begun:
                     after, begun = await self._begin(after), True
                 await self._look(after)
-                self._patience.here()
+                self._patience.subscribed(self.name)
                 looked = asyncio.get_running_loop().time()
                 while asyncio.get_running_loop().time() < looked + _LOOK_S:
                     found = await self._link.client.xread({self.name: id_of(after)}, count=_BATCH, block=_BLOCK_MS)

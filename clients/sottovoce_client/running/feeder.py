@@ -21,7 +21,7 @@ from sottovoce_rpc.status import Ending, as_error, handshake
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-_ROUNDS_PER_BATCH, _BATCH_BYTES = 64, 128 * 1024 * 1024
+_ROUNDS_PER_BATCH, _BATCH_BYTES = 64, 8 * 1024 * 1024
 """Of a batch: rounds, and bytes unless one round alone has more."""
 _AHEAD = 64
 """Batches that are sent before the learner has confirmed them; it does so every so often."""

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import grpc
+import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
@@ -40,6 +41,8 @@ MOST_LOOKS = 4_096
 """At a run that are kept for its report; of more, every second one."""
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
+_PREDICT_NUMBERS = 1_000_000
+"""Features that a learner is asked about in one message."""
 BY_OPERATOR = "stopped by the operator"
 THE_COORDINATOR = "the coordinator"
 """Who is away, in a look at a run whose coordinator does not answer."""
@@ -393,12 +396,16 @@ class _Running:
         if not self._spec.telemetry.predict or not len(self._data.test_labels):
             return None
         async with channel(address, Role.LEARNER, name, credentials=self._credentials) as to:
-            request = learner_pb2.PredictRequest(features=to_tensor(self._data.test_features))
-            try:
-                answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_S)
-            except grpc.aio.AioRpcError:
-                return None
-        return from_tensor(answer.labels)
+            rows, labels = self._data.test_features, list[FloatArray]()
+            each = max(1, _PREDICT_NUMBERS // rows.shape[1])
+            for first in range(0, len(rows), each):
+                request = learner_pb2.PredictRequest(features=to_tensor(rows[first : first + each]))
+                try:
+                    answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_S)
+                except grpc.aio.AioRpcError:
+                    return None
+                labels.append(from_tensor(answer.labels))
+        return np.concatenate(labels)
 
 
 def has_left(spec: RunSpec, index: int) -> bool:
@@ -413,7 +420,7 @@ def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
     Raises:
         NotReady: that is so.
     """
-    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND:
         raise NotReady(
             f"{error.details()}; if its coordinator has lost its state folder, `sottovoce run SPEC --recover {run.run_id}` takes "
             "the run up again"

@@ -46,7 +46,7 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
     async with Tasks() as tasks:
         serving = tasks.start(server.serve([listening]))
 
-        async def stop() -> None:
+        async def stop(_: str) -> None:
             await gathering.end()
             server.should_exit = True
             await serving
@@ -54,7 +54,7 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
         async def served() -> None:
             await asyncio.shield(serving)
 
-        await serve_until_stopped(stop, [gathering.run(), served()])
+        await serve_until_stopped(stop, [gathering.run(), served()], logged=False)
 
 
 def _listening(listen: str) -> socket.socket:

@@ -205,7 +205,9 @@ def called(names: Sequence[str], learner: int) -> str:
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Some of them, where there are many: an error has to fit into a status."""
+    """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
+    if not names:
+        return "none"
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import NotReady, SpecError
 from sottovoce.explaining import lines_of
 from sottovoce.network.roster import Absence, Roster
 from sottovoce.spec import RunSpec
@@ -22,10 +22,11 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
         unheard: where it was lost before: by name, the first round in which each neighbour did not hear it.
 
     Raises:
-        SpecError: it is away already, or nobody would be there.
+        NotReady: it is away already.
+        SpecError: nobody would be there.
     """
     if spec.roster.attendance(spec.names.index(learner), spec.rounds).end <= t and not unheard:
-        raise SpecError(f"{learner} is away from round {t} on as it is")
+        raise NotReady(f"{learner} is away from round {t} on as it is")
     others = [each for each in spec.absences or () if each.learner != learner]
     own = sorted((each for each in spec.absences or () if each.learner == learner), key=lambda each: each.first_round)
     before = [each for each in own if each.first_round < t]
@@ -42,10 +43,10 @@ def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
     Not one that was there: its records are placed in the rounds of the spec, and those of rounds to come may have been brought.
 
     Raises:
-        SpecError: it has no place that was kept for it.
+        NotReady: it has no place that was kept for it.
     """
     if spec.roster.attendance(spec.names.index(learner), spec.rounds).stretches:
-        raise SpecError(
+        raise NotReady(
             "only who has a place in the spec and no round yet joins a run under way "
             f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
         )

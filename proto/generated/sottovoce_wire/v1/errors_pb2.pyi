@@ -46,6 +46,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A capture is unreadable, incomplete or of another run."""
     ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 11
     """Another service could not be reached in time."""
+    ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 12
+    """A run, a learner or a capture of this name is not known to the service."""
+    ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 13
+    """What was to be made or taken up is there already."""
+    ERROR_REASON_LIMIT: _ErrorReason.ValueType  # 14
+    """The service serves as many, or as much, as it can at a time."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused: the `reason` of the `google.rpc.ErrorInfo` (domain `sottovoce`) in a status's details, by the
@@ -77,4 +83,10 @@ ERROR_REASON_CAPTURE: ErrorReason.ValueType  # 10
 """A capture is unreadable, incomplete or of another run."""
 ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 11
 """Another service could not be reached in time."""
+ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 12
+"""A run, a learner or a capture of this name is not known to the service."""
+ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 13
+"""What was to be made or taken up is there already."""
+ERROR_REASON_LIMIT: ErrorReason.ValueType  # 14
+"""The service serves as many, or as much, as it can at a time."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
