@@ -27,7 +27,7 @@ from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.gossip import GOSSIP
 from tests.services.identities import Identities
-from tests.services.network import PATIENCE_S, Network, network, until_charged
+from tests.services.network import Network, network, until_charged
 from tests.services.test_resume import resume
 from tests.services.test_roster import leave
 
