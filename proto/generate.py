@@ -51,7 +51,8 @@ def generate(into: Path) -> None:
 
 def read(folder: Path) -> dict[str, bytes]:
     """The generated files below a folder: path to content."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*_pb2*.py*")}
+    found = (path for path in folder.rglob("*_pb2*.py*") if path.suffix != ".pyc")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 def differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
