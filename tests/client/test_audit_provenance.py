@@ -97,7 +97,7 @@ def test_captures_that_nobody_signed_may_have_been_changed_and_the_audit_says_so
     for text in (console.file.getvalue(), (tmp_path / "audit.html").read_text()):
         assert "no signatures: never made, or removed" in text and str(tmp_path / "captures") not in text
     assert console.file.getvalue().splitlines()[0].endswith("CONSISTENT (no signatures: never made, or removed)")
-    assert 'class="verdict warned"' in (tmp_path / "audit.html").read_text()
+    assert 'class="verdict weak"' in (tmp_path / "audit.html").read_text()
     document = json.loads((tmp_path / "audit.json").read_text())
     assert document["provisos"] == list(done.provisos) and document["coins"] == "none"
     assert document["unproven"] == done.unproven

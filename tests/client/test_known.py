@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce.errors import NotReady, Rule, SpecError, Unavailable
+from sottovoce.errors import NotFound, NotReady, Rule, SpecError, Unavailable
 from sottovoce_client.running.known import leave_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
 from sottovoce_client.terminal import json_apart
 from sottovoce_rpc.learner_status import LearnerState
@@ -59,7 +59,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
         stopped = json.JSONDecoder().raw_decode(out, out.index("{\n"))[0]
         assert (stopped["run"], stopped["state"]) == (run_id, "stopped") and stopped["rounds_done"] >= 2
         await list_runs(up.coordinator, console)
-        with pytest.raises(NotReady, match="no run 'x': the last one is"):
+        with pytest.raises(NotFound, match="no run 'x': the last one is"):
             await show_run(up.coordinator, "x", console)
         told = json.loads(to_json(await run_documents(up.coordinator)))
         assert await run_documents(up.coordinator, done.run_id) == (await run_documents(up.coordinator))[1:]
@@ -114,7 +114,8 @@ async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:
             await resume_run(up.coordinator, run_id, console)
     lines = shown.getvalue().splitlines()
     assert lines[:2] == [f"{run_id} connecting from round 0 on", "waiting for ben"]
-    assert lines[2].startswith("nothing is captured since the run was taken up again: no open capture of run")
+    closed = f"nothing is captured since the run was taken up again: the capture of run {run_id!r} is closed"
+    assert lines[2].startswith(closed)
 
 
 async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:
         await up.run(spec := small_spec(3, ["ann"]), made_up(spec))
         with pytest.raises(NotReady, match="learner 'ann' is here"):
             await rebind(up.coordinator, "ann", console)
-        with pytest.raises(NotReady, match="no learner 'zoe' has joined; there are ann"):
+        with pytest.raises(NotFound, match="learner 'zoe' has never joined this coordinator; those that have are ann"):
             await rebind(up.coordinator, "zoe", console)
         await up.leave("ann")
         await up.until_gone("ann")

@@ -98,6 +98,7 @@ def of_eavesdropper(run_id: str, capture_id: str, spec: str) -> list[Case]:
         ("OpenCapture", pb.OpenCaptureRequest(**opening, world=2**31), INVALID, "world must be at most"),
         ("CloseCapture", pb.CloseCaptureRequest(capture_id="other"), NOT_FOUND, no_capture),
         ("CloseCapture", pb.CloseCaptureRequest(), INVALID, no_id),
+        ("ListSent", pb.ListSentRequest(run_id="a/b"), INVALID, "a run id must be letters, digits"),
         ("StreamCapture", pb.StreamCaptureRequest(capture_id="other"), NOT_FOUND, no_capture),
         ("StreamCapture", pb.StreamCaptureRequest(), INVALID, no_id),
         ("ListCaptures", pb.ListCapturesRequest(**a_token), INVALID, "the page token must be one"),
