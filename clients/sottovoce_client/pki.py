@@ -171,7 +171,8 @@ class Authority:
     ) -> Issued:
         """Issue a certificate to a principal, in a folder of its own, with a new key unless a request names one.
 
-        Authorities and revocation lists that stand in the folder stay there.
+        Authorities and revocation lists that stand in the folder stay there. An identity of this principal that was revoked is
+        replaced.
 
         Args:
             whom: `role/name`.
@@ -193,7 +194,9 @@ class Authority:
             )
         if request is None:
             if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
-                raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
+                before = certificate_of(folder)
+                if named(before) != principal or not self._is_revoked(before, folder):
+                    raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
             return self._issue(principal, folder, days, hosts, None)
         if (folder / CERTIFICATE).exists() and (known := named(certificate_of(folder))) != principal:
             raise NotReady(
@@ -227,10 +230,8 @@ class Authority:
             raise NotReady(
                 f"the identity in {folder} must be of this authority, or of one of its domain in its {AUTHORITIES}"
             )
-        if (before.issuer.public_bytes(), before.serial_number) in _revoked_by(
-            [*_lists(self.folder / REVOKED), *_lists(folder / REVOKED)]
-        ):
-            raise NotReady(f"the identity in {folder} was revoked: issue another one")
+        if self._is_revoked(before, folder):
+            raise NotReady(f"the identity in {folder} was revoked: issue another one with `sottovoce pki issue`")
         hosts = before.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         own = {principal.host, host_of(principal.domain, principal.role)}
         more = [each for each in hosts.get_values_for_type(x509.DNSName) if each not in own]
@@ -344,6 +345,10 @@ class Authority:
         _write(folder / REVOKED, lists)
         _write(folder / CERTIFICATE, content)
         return Issued(principal, certificate.serial_number, certificate.not_valid_before_utc, ends)
+
+    def _is_revoked(self, certificate: x509.Certificate, folder: Path) -> bool:
+        listed = _revoked_by([*_lists(self.folder / REVOKED), *_lists(folder / REVOKED)])
+        return (certificate.issuer.public_bytes(), certificate.serial_number) in listed
 
     def _signed(self, certificate: x509.Certificate) -> bool:
         return leads_to(certificate, (), [self._certificate])

@@ -32,7 +32,7 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.status import answering
+from sottovoce_rpc.status import answering, shortened
 from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_rpc.waiting import Waiting
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -240,7 +240,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 run = self._courses.the(request.run_id)
                 call["run_id"] = run.view().run_id
                 if isinstance(run, Course):
-                    self._conductor.end(run, RunState.STOPPED, request.reason or "stopped by an operator")
+                    self._conductor.end(run, RunState.STOPPED, shortened(request.reason) or "stopped by an operator")
             return run.view()
 
     async def ResumeRun(self, request: coordinator_pb2.ResumeRunRequest, context: Context) -> coordinator_pb2.Run:
@@ -289,7 +289,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             log.info("operator call", **told, outcome="cancelled")
             raise
         except Exception as error:
-            why = str(error) if worded_by_us(error) else ""
+            why = shortened(str(error)) if worded_by_us(error) else ""
             log.warning("operator call", **told, outcome="refused", kind=type(error).__name__, error=why)
             raise
         log.info("operator call", **told, outcome="done")

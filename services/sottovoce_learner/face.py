@@ -32,7 +32,7 @@ NAME = "sottovoce_wire.v1.Learner"
 _RECEIPT_EVERY, _LULL_S = 16, 0.002
 """Batches between receipts on a stream that does not pause, and how long a pause is."""
 
-MAX_FEEDS = 16
+MAX_FEEDS = 64
 """Streams of records of one caller at a time; those without an identity are one."""
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Learners of one process: they start all or none, and from then on none of them takes another one down."""
+"""Learners of one process: one whose state folder cannot be used, or that ends later, takes no other one down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import structlog
 
-from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.errors import DataError, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.logs import failure, log_start
 from sottovoce_rpc.server import announce
@@ -50,10 +50,10 @@ class Host:
         self._learners, self._ended = learners, dict[str, BaseException]()
 
     async def start(self) -> dict[str, str]:
-        """Let all of them listen, and say where, or none.
+        """Let all of them listen, and say where, or none; but for those whose state folders cannot be used.
 
         Raises:
-            SottovoceError: one of them cannot; by its name, where there are several.
+            SottovoceError: one of them cannot, or all state folders cannot be used; by its name, where there are several.
         """
         addresses = dict[str, str]()
         if (many := len(self._learners)) > 1:
@@ -61,11 +61,16 @@ class Host:
         _make_room(many)
         try:
             for learner in self._learners:
-                addresses[learner.config.name] = await self._started(learner)
+                try:
+                    addresses[learner.config.name] = await self._started(learner)
+                except DataError as error:
+                    await self._end(learner, error)
+            if not addresses:
+                raise next(reversed(self._ended.values()))
         except BaseException:
             await self.stop()
             raise
-        for learner in self._learners:
+        for learner in self._listening(addresses):
             config, address = learner.config, addresses[learner.config.name]
             announce("learner", name=config.name, address=address)
             whose = {"learner": config.name, "coordinator": config.coordinator}
@@ -87,20 +92,28 @@ class Host:
             SottovoceError: what the last one failed with.
         """
         async with Tasks() as tasks:
-            works = [tasks.start(self._followed(each, addresses[each.config.name])) for each in self._learners]
+            listening = self._listening(addresses)
+            works = [tasks.start(self._followed(each, addresses[each.config.name])) for each in listening]
             await asyncio.wait(works)
         raise next(reversed(self._ended.values()))
 
+    def _listening(self, addresses: dict[str, str]) -> list[Hosted]:
+        return [each for each in self._learners if each.config.name in addresses]
+
     async def _followed(self, learner: Hosted, address: str) -> None:
-        name = learner.config.name
         try:
             await learner.follow(address)
         except Exception as error:  # noqa: BLE001 - a bug in the run of one learner is none of the others'
-            self._ended[name] = error
-            if len(self._learners) > 1:
-                why = {"reason": str(error)} if isinstance(error, SottovoceError) else failure(error)
-                log.error("learner ended", learner=name, others=len(self._learners) - len(self._ended), **why)
-                await drained(learner.stop(), _STOP_S)
+            await self._end(learner, error)
+
+    async def _end(self, learner: Hosted, error: Exception) -> None:
+        """Let its address and its state folder go, while others go on."""
+        name = learner.config.name
+        self._ended[name] = error
+        if len(self._learners) > 1:
+            why = {"reason": str(error)} if isinstance(error, SottovoceError) else failure(error)
+            log.error("learner ended", learner=name, others=len(self._learners) - len(self._ended), **why)
+            await drained(learner.stop(), _STOP_S)
 
     async def stop(self) -> None:
         """End all of them."""

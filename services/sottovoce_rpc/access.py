@@ -213,7 +213,8 @@ class StreamLimit:
         whom = str(caller or "callers without an identity")
         if self._open[whom] >= self._most:
             raise LimitReached(
-                f"at most {self._most} streams of {self._what} by {whom} may be open here: end one first"
+                f"at most {self._most} streams of {self._what} by {whom} may be open here: end one, bring several sources on "
+                "one, or give processes identities of their own"
             )
         self._open[whom] += 1
         give_turn_back()

@@ -93,7 +93,7 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
             error = errors.RemoteProtocolError(_NO_MESSAGE)
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
-            text = _shortened(str(error))
+            text = shortened(str(error))
             await self._context.abort(code, text, ((_DETAILS, _details(reason, code, error, text)),))
         elif isinstance(error, NotImplementedError):  # of a service of gRPC's own, which has less than its contract
             await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented")
@@ -102,7 +102,8 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
             await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Cut a text, which may hold a caller's words, to the length of an error."""
     raw = text.encode(errors="replace")
     return text if len(raw) <= _MOST_TEXT else f"{raw[:_MOST_TEXT].decode(errors='ignore')} ..."
 

@@ -198,7 +198,13 @@ def test_the_variables_of_settings_are_those_of_all_commands() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("BUGDET", "BUDGET"), ("LOGLEVEL", "LOG_LEVEL"), ("IDENTTY", "IDENTITY"), ("METRIC", "METRICS")],
+    [
+        ("BUGDET", "BUDGET"),
+        ("LOGLEVEL", "LOG_LEVEL"),
+        ("IDENTTY", "IDENTITY"),
+        ("METRIC", "METRICS"),
+        ("budget", "BUDGET"),
+    ],
 )
 def test_a_variable_that_is_nearly_a_setting_is_refused(name: str, near: str) -> None:
     """It would be ignored: a budget of nobody."""

@@ -29,6 +29,7 @@ from sottovoce_client import entry, terminal
 from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.launch import run_async
+from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
 
 LINE = "sottovoce: interrupted\n"
 SPEC: dict[str, Any] = {"rounds": 6, "learners": 3, "algorithm": "ldp-dol", "data": {"source": "breast_cancer"}}
@@ -283,6 +284,17 @@ def test_what_follows_a_loop_hears_what_was_heard_before_it() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGINT, BY_OPERATOR), (signal.SIGTERM, BY_SIGTERM)])
+def test_a_run_is_stopped_with_the_reason_that_its_command_ends_for(number: signal.Signals, reason: str) -> None:
+    async def work(stop: asyncio.Event) -> str:
+        signal.raise_signal(number)
+        await stop.wait()
+        assert isinstance(stop, Stop)
+        return stop.reason
+
+    assert run_async(work) == reason
 
 
 def test_where_no_workers_may_be_started_the_process_that_works_itself_goes_on() -> None:

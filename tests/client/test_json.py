@@ -26,7 +26,7 @@ from sottovoce.spec import load_spec
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.running.launch import ServiceDied
-from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import IN_THE_LOG
@@ -229,6 +229,7 @@ def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any
     [
         (("failed", "ann is gone since round 2"), 1, ("small-1", "failed", "ann is gone since round 2", 2)),
         (("stopped", BY_OPERATOR), 130, ("small-1", "stopped", BY_OPERATOR, 2)),
+        (("stopped", BY_SIGTERM), 130, ("small-1", "stopped", BY_SIGTERM, 2)),
         (ServiceDied("ann died"), 1, ("small-1", "failed", "ann died", 3)),
         (
             Interrupted("stopped before the run had begun"),

@@ -177,6 +177,22 @@ async def test_many_feeds_at_once_and_one_that_is_given_up(tmp_path: Path) -> No
         assert status.records == learner.position + 1 >= 19 * 2_500 + 1
 
 
+async def test_records_that_have_no_stream_wait_and_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are learned when another stream ends."""
+    waits = asyncio.Queue[str]()
+    async with ann_in(tmp_path, spec_of({"features": 2})) as (up, learner):
+        await learner.feed(np.ones((1, 2)), [0])
+        monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 1)
+        async with connect_learner(up.addresses["ann"], source="other", tell=waits.put_nowait) as other:
+            feeding = asyncio.ensure_future(other.feed(np.ones((2, 2)), [0, 1]))
+            why = await waits.get()
+            monkeypatch.setattr(up.learners["ann"].face._feeds, "_most", 2)
+            assert await feeding == 2
+    assert waits.empty()
+    assert "at most 1 streams of records by callers without an identity" in why
+    assert "bring several sources on one, or give processes identities of their own" in why
+
+
 # ---- predictions, and how it stands ----------------------------------------------------------------------------------
 
 

@@ -103,6 +103,8 @@ def test_what_is_revoked_is_listed_and_told_to_identities(here: Path) -> None:
         Authority(here / "sottovoce-authority").revoke("learner/north")
     with pytest.raises(NotReady, match="was revoked: issue another one"):
         Authority(here / "sottovoce-authority").renew(here / "identities" / "learner-north")
+    said("issue", "learner/north")
+    assert certificate_of(here / "identities" / "learner-north").serial_number != north.serial_number
     said("revoke", "learner/south")
     listed = x509.load_pem_x509_crl((here / "sottovoce-authority" / REVOKED).read_bytes())
     assert len({each.serial_number for each in listed}) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import DataError, SpecError, Unavailable
 from sottovoce_learner import hosting
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.host_file import hosted, named
@@ -160,3 +160,44 @@ async def test_several_learners_are_announced_before_they_start(tmp_path: Path) 
 
     with capture_logs() as said:
         await Host([Starting(name, said) for name in ("north", "south")]).start()
+
+
+class WithFolder:
+    """A learner whose state folder may be damaged."""
+
+    def __init__(self, name: str, folder: Path, *, damaged: bool) -> None:
+        self.config, self._damaged, self.followed = (
+            LearnerConfig(name, "127.0.0.1:1", state_folder=folder),
+            damaged,
+            False,
+        )
+
+    async def start(self) -> str:
+        if self._damaged:
+            raise DataError("this state folder is a copy")
+        return "127.0.0.1:7"
+
+    async def follow(self, address: str) -> None:
+        self.followed = True
+        raise Unavailable("the coordinator is gone")
+
+    async def stop(self) -> None:
+        """Nothing to end."""
+
+
+async def test_a_damaged_state_folder_costs_its_own_learner_alone(tmp_path: Path) -> None:
+    learners = [WithFolder(name, tmp_path, damaged=name == "south") for name in ("north", "south", "east")]
+    host = Host(learners)
+    with capture_logs() as said:
+        addresses = await host.start()
+        with pytest.raises(Unavailable, match="the coordinator is gone"):
+            await host.follow(addresses)
+    assert list(addresses) == ["north", "east"]
+    assert [each.followed for each in learners] == [True, False, True]
+    (ended,) = [each for each in said if each["event"] == "learner ended" and each["learner"] == "south"]
+    assert (ended["others"], ended["reason"]) == (2, "learner south: this state folder is a copy")
+
+
+async def test_learners_that_all_have_damaged_state_folders_do_not_start(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="this state folder is a copy"):
+        await Host([WithFolder(name, tmp_path, damaged=True) for name in ("north", "south")]).start()

@@ -56,6 +56,7 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
                     ("RebindLearner", pb.RebindLearnerRequest(learner="zoe")),
                 ):
                     await refused(getattr(stub, name)(request, timeout=PATIENCE_S))
+                await refused(stub.StopRun(pb.StopRunRequest(run_id="long" * 100_000), timeout=PATIENCE_S))
                 stopping = pb.StopRunRequest(run_id=run_id[:-1], reason="enough")
                 await stub.StopRun(stopping, timeout=PATIENCE_S)
                 for name in READS - {"WatchRun"}:
@@ -63,6 +64,7 @@ async def test_every_call_that_changes_something_is_logged_with_who_made_it(tmp_
                     await getattr(stub, name)(given, timeout=PATIENCE_S)
     refused_first, *_ = [each for each in calls(log) if each["call"] == "StopRun"]
     assert (refused_first["outcome"], refused_first["reason"]) == ("refused", "enough")
+    assert max(len(json.dumps(each)) for each in calls(log)) < 4_000
     told = {each["call"]: each for each in calls(log)}
     assert set(told) == CHANGES
     assert {each["by"] for each in told.values()} == {alice.principal.uri if alice.principal else ""}

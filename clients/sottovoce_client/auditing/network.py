@@ -22,7 +22,7 @@ from sottovoce_client.auditing.started import Started, started
 from sottovoce_client.auditing.worlds import Way, as_audited, coins_of, pairs_of, read_worlds, write_worlds
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
+from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.storage import open_folder
 
@@ -157,7 +157,7 @@ async def _all_runs(
             outcome = await while_alive(services, running, stop)
             seeded = any(status.noise_is_not_private for status in outcome.statuses)
             ledger.ended(k, outcome.run_id, outcome.state, seeded=seeded)
-            if outcome.detail == BY_OPERATOR:
+            if outcome.detail in TOLD:
                 raise Interrupted(BY_OPERATOR)
             if stop.is_set() and outcome.state == "failed":  # a service died
                 raise RunFailed(outcome.detail)

@@ -99,7 +99,7 @@ def require_variables(environment: Mapping[str, str]) -> None:
         if not name.startswith(_PREFIX) or name in VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
         known = [each.removeprefix(_PREFIX) for each in sorted(VARIABLES)]
-        if near := difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, _NEAR):
+        if near := difflib.get_close_matches(name.removeprefix(_PREFIX).upper(), known, 1, _NEAR):
             raise SpecError(
                 f"the environment variable {plain(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
             )

@@ -86,7 +86,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
             told = await self._in_a_run(stub)
             try:
                 return ConnectedLearner(
-                    at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports
+                    at, stub, told, self._source, self._patience_s, self._tasks, self._waits, imports=self._imports
                 )
             except SpecError as error:
                 raise await self._refused(stub, error) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ class ConnectedLearner:
         source: str,
         patience_s: float,
         tasks: Tasks,
+        tell: Callable[[str], None],
         *,
         imports: bool,
     ) -> None:
@@ -72,7 +73,7 @@ class ConnectedLearner:
         self.run_id, self.source = told.run_id, source
         self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
         self.records = LiveRecords.of(self.spec.data, self.spec.loss)
-        self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks)
+        self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks, tell)
         self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MOST_CALLS)
 
     @property

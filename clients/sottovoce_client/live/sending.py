@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import (
     DataError,
+    LimitReached,
     NotReady,
     RemoteProtocolError,
     RunOver,
@@ -134,9 +135,20 @@ class Sender:
         position: of the last record that is in keeping.
         patience_s: how long the learner may be away, or take nothing in.
         tasks: that own the sending.
+        tell: called with why records wait, where the learner has no place for this stream (default: nobody is told).
     """
 
-    def __init__(self, at: At, source: str, run_id: str, position: int, patience_s: float, tasks: Tasks) -> None:
+    def __init__(
+        self,
+        at: At,
+        source: str,
+        run_id: str,
+        position: int,
+        patience_s: float,
+        tasks: Tasks,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._tell = tell
         self._at, self._source, self._run_id, self._patience_s = at, source, run_id, patience_s
         self._kept = self._last = position
         self._batches: deque[_Batch] = deque()
@@ -214,6 +226,8 @@ class Sender:
                         self.told = error
                         raise
                     refused = None
+                    if isinstance(error, LimitReached):
+                        self._tell(str(error))
                     self._failing_since = self._failing_since or now()
                     if self._over is not None or (self._batches and now() - self._failing_since > self._patience_s):
                         self._give_up(self._at.gone(self._run_id, self._patience_s, error))

@@ -11,7 +11,7 @@ from rich.console import Console
 from sottovoce.errors import SpecError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
-from sottovoce_client.wording import NOTHING, count, number
+from sottovoce_client.wording import NOTHING, count, number, plural
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.repair import moved, repair, verify
@@ -128,7 +128,9 @@ def verify_ledger(
     for name in names:
         runs = [*verify(folder, name, imports=allow_imports), *ledger.old(name)]
         spent = number(math.fsum(run.spent for run in runs))
-        out.print(f"{name}: {count(len(runs))} runs, ε {spent} in all: nothing is lost", markup=False, highlight=False)
+        out.print(
+            f"{name}: {plural(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
+        )
         found.append({"learner": name, "runs": len(runs), "epsilon": math.fsum(run.spent for run in runs)})
     terminal.tell(lambda: found)
 
@@ -180,7 +182,7 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     runs = ledger.lines(learner)
     spent = math.fsum(run.spent for run in runs)
     text = (
-        f"{learner} goes on from {folder}: {count(len(runs))} runs, ε {number(spent)} in all\n"
+        f"{learner} goes on from {folder}: {plural(len(runs), 'run')}, ε {number(spent)} in all\n"
         "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
         f"sottovoce ledger repair {folder} --learner {learner} --charge EPSILON"
     )

@@ -21,7 +21,7 @@ from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
 from sottovoce_client.running.local import JOURNALS
-from sottovoce_client.running.operate import BY_OPERATOR, THE_COORDINATOR, Interrupted, Outcome, Watcher
+from sottovoce_client.running.operate import BY_OPERATOR, THE_COORDINATOR, TOLD, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
 from sottovoce_rpc.logs import IN_THE_LOG
@@ -74,7 +74,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
             print(plain(f"Nothing was run: {told}"))
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
-    if outcome.state != "failed" and (spec.endless or outcome.detail != BY_OPERATOR):
+    if outcome.state != "failed" and (spec.endless or outcome.detail not in TOLD):
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
@@ -143,7 +143,8 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> 
         plain(f"The run {outcome.run_id} {outcome.state} in round {done}: {outcome.detail}{_log_of(outcome, folder)}")
     )
     if outcome.detail != _UNSUMMED:
-        how = "failed" if outcome.state == "failed" else "was stopped by its operator"
+        how = "was stopped by its operator" if outcome.detail == BY_OPERATOR else "was stopped"
+        how = "failed" if outcome.state == "failed" else how
         print(f"A run that {how} has no summary and no report")
     if outcome.capture is not None:
         shown = f"sottovoce transcript show {shlex.quote(outcome.capture)}"
@@ -153,7 +154,7 @@ def _cut_short(outcome: Outcome, folder: Path, spec: RunSpec, code: int = 1) -> 
     if noticed is not None and noticed.count:
         print(plain(noticed_line(noticed.count, noticed.first)))
     _tell(folder, spec, outcome.run_id, outcome.state, outcome.detail, done, outcome.capture)
-    return 130 if outcome.detail == BY_OPERATOR else code
+    return 130 if outcome.detail in TOLD else code
 
 
 def _log_of(outcome: Outcome, folder: Path) -> str:

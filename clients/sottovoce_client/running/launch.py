@@ -16,7 +16,7 @@ from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
 from sottovoce_client.documents import write_json
 from sottovoce_client.running.local import LocalServices
-from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
+from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome, Stop, Watcher, run_on
 from sottovoce_rpc.tasks import Tasks
 
 _AFTER_DEATH_S = 1.0
@@ -114,15 +114,17 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
     """
 
     async def main() -> Any:
-        stop, task = asyncio.Event(), asyncio.current_task()
+        stop, task = Stop(), asyncio.current_task()
 
-        def tell() -> None:
+        def tell(reason: str) -> None:
             if stop.is_set() and task is not None:
                 task.cancel()
+            if not stop.is_set():
+                stop.reason = reason
             stop.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, tell)
+        for number, reason in ((signal.SIGINT, BY_OPERATOR), (signal.SIGTERM, BY_SIGTERM)):
+            asyncio.get_running_loop().add_signal_handler(number, tell, reason)
         try:
             return await work(stop)
         except asyncio.CancelledError:

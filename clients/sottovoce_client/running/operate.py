@@ -44,12 +44,25 @@ _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _PREDICT_NUMBERS = 1_000_000
 """Features that a learner is asked about in one message."""
 BY_OPERATOR = "stopped by the operator"
+BY_SIGTERM = "the command that ran it was ended by SIGTERM"
+TOLD = (BY_OPERATOR, BY_SIGTERM)
+"""Reasons of a run that was stopped because its command was told to end."""
 THE_COORDINATOR = "the coordinator"
 """Who is away, in a look at a run whose coordinator does not answer."""
 UNFED = "a feeder could not deliver its records"
 """Begins the reason of a run that was stopped for it."""
 
 Watcher = Callable[[Progress, str], None]
+
+
+class Stop(asyncio.Event):
+    """Set when a command is told to end.
+
+    Attributes:
+        reason: `BY_OPERATOR` or `BY_SIGTERM`, which its run is stopped with.
+    """
+
+    reason = BY_OPERATOR
 
 
 class Interrupted(SottovoceError):
@@ -316,7 +329,8 @@ class _Running:
         async with Tasks() as tasks:
             waits = [tasks.start(event.wait()) for event in (self._stop, self._give_up)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        reason = BY_OPERATOR if self._stop.is_set() else _unfed(self._unfed)
+        told = self._stop.reason if isinstance(self._stop, Stop) else BY_OPERATOR
+        reason = told if self._stop.is_set() else _unfed(self._unfed)
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         for attempt in count():
             try:
