@@ -337,7 +337,11 @@ def test_parquet(tmp_path: Path) -> None:
         ("a,a,y\n1,2,0\n3,4,1\n", DataError, "names must differ"),
         ("y,round\n0,1\n1,0\n", DataError, "must have a feature column beside the label"),
         ("a,y\n1,0\n1,2,3\n", DataError, r"readable \.csv file: .*, got 3 in row 1 \(counted from 0\)$"),
-        ("# taken in 2024, ward 7\na,b,y\n1,2,0\n", DataError, "got 3 in row 0 .*; its first line begins with #: remove it"),
+        (
+            "# taken in 2024, ward 7\na,b,y\n1,2,0\n",
+            DataError,
+            "got 3 in row 0 .*; its first line begins with #: remove it",
+        ),
         ("a,b,y\n0x1f,2,0\n0x20,4,1\n", DataError, "column 'a' must be numeric, got digits that are codes"),
         ("a,b,y\n07:30,2,0\n08:15,4,1\n", DataError, "column 'a' must be numeric, .*; declare its fields in a schema"),
         (f"a,b,y\n1,{'x' * 2**21},0\n2,x,1\n", DataError, "a row is longer than 1 MiB"),
