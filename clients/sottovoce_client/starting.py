@@ -214,7 +214,8 @@ class _Asking:
             except ValueError:
                 value = math.nan
             if not 0 < value < math.inf:
-                raise SpecError(f"{option} must be a finite number above 0, got {text!r}")
+                advice = "" if text else f"; add {option} NUMBER"
+                raise SpecError(f"{option} must be a finite number above 0, got {text!r}{advice}")
             return value
 
         usual = "" if default is None else f"{default:g}"

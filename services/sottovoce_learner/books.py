@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sottovoce.errors import BudgetExhausted
 from sottovoce.privacy.accountant import Accountant
 from sottovoce.running.policy import DAYS
+from sottovoce.running.run import format_above
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Books:
         for what, others, limit, whose in self._limits:
             if limit is not None and not others + after <= limit:
                 raise BudgetExhausted(
-                    f"saying round {t} would bring the {what} from {others + self.spent:.6g} to {others + after:.6g}, "
-                    f"above {whose} {limit:.6g}"
+                    f"saying round {t} would bring the {what} from {others + self.spent:.6g} to "
+                    f"{format_above(others + after, limit)}, above {whose} {limit:.6g}"
                 )
         return after
 

@@ -19,8 +19,9 @@ import yaml
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import read_source
-from sottovoce.data.files import read_npz
+from sottovoce.data.files import RawTable, read_npz
 from sottovoce.data.known import KNOWN, KnownSource, Original
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
@@ -28,7 +29,7 @@ from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
 from sottovoce_client.data.convert import convert
-from sottovoce_client.data.describe import example
+from sottovoce_client.data.describe import classes_of, example
 from sottovoce_client.data.fetch import Fetched, digest_of
 from sottovoce_client.data.fetch import fetch as bring
 from sottovoce_client.data.unpack import gunzip, untar, unzip
@@ -329,6 +330,20 @@ def test_unknown_and_missing_data_sets(cache: Path) -> None:
     with pytest.raises(SpecError, match="did you mean mushrooms"):
         said("describe", "mushrom")
     assert "no: sottovoce data fetch poker" in said("describe", "poker")
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (np.arange(60.0), None),
+        (np.repeat(np.arange(1950.0, 2010.0), 5), None),
+        (np.repeat(np.arange(26.0), 10), 26),
+        (np.arange(20.0), 20),
+    ],
+)
+def test_many_whole_numbers_of_few_records_each_are_no_classes(labels: FloatArray, classes: int | None) -> None:
+    found = classes_of(RawTable(np.ones((len(labels), 1)), labels))
+    assert (None if found is None else len(found)) == classes
 
 
 @pytest.mark.parametrize("labels", [["a", "b", "a", "b"], [0, 1, 2, 2], [0.5, 1.5, 2.0, 3.0]])

@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], s
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("number", {}, "--label-bound must be a finite number above 0, got ''"),
+        ("number", {}, "--label-bound must be a finite number above 0, got ''; add --label-bound NUMBER"),
         ("number", {"label_bound": 1.0, "positive": ("1",)}, "--positive must be left out where labels are numbers"),
         ("own learners", {"partition": "iid"}, "--partition must be left out: the column learner"),
         ("own learners", {"label": "outcome", "scale": "range"}, "no record of this file is held out"),

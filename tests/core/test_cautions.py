@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from sottovoce.errors import BudgetExhausted
 from sottovoce.experiment import foresee, prepare
+from sottovoce.running.run import format_above
 from sottovoce.spec import parse_spec
 from sottovoce.yaml_files import parse_yaml
 from sottovoce_learner.books import Books
@@ -133,6 +135,16 @@ def test_a_budget_that_ends_before_the_run_is_told_with_the_round_and_what_fits(
     for fits in fitting:
         cautions = prepare(parse_spec({**document, **fits}, imports=True)).cautions
         assert "BUDGET_ENDS" not in {each.code for each in cautions}, fits
+
+
+def test_a_budget_that_is_below_the_cost_by_a_rounding_error_is_told_with_the_digits_that_show_it() -> None:
+    document = parse_yaml((Path(__file__).parents[2] / "examples" / "wards.yaml").read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    found = prepare(parse_spec({**document, "privacy": {"budget": 4.0}}, imports=True))
+    text = next(each.text for each in found.cautions if each.code == "BUDGET_ENDS")
+    cost = re.search(r"budget 4 is below what 8 rounds cost, epsilon ([\d.]+) at", text)
+    assert cost is not None and 4.0 < float(cost[1]) < 4.0 + 1e-6
+    assert format_above(2.0, 3.0) == "2" and format_above(3.5, 3.0) == "3.5" and format_above(math.inf, 3.0) == "inf"
 
 
 def test_a_budget_that_is_enough_or_is_what_ends_the_run_is_no_matter() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 ID = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{6,}\b")
-NUMBER = re.compile(r"[−+-]?\d[\d,]*(?:\.\d+)?(?:e[−+-]?\d+)?|∞")
+NUMBER = re.compile(r"[−+-]?\d+(?:,\d+)*(?:\.\d+)?(?:e[−+-]?\d+)?|∞")
 TIME = re.compile(r"(?:#\s*(?:ms|s|min|h)\b\s*)+")
 SIZE = re.compile(r"#\s*(?:kB|MB|B)\b")
 STEADY = re.compile(r"sottovoce (?:budget|calibrate|compare|data|policy|schema|simulate|spec|sweep) ")

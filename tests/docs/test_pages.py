@@ -135,6 +135,8 @@ def test_an_output_is_held_to_its_words_and_numbers() -> None:
     assert not shows("epsilon 1.999\n", "epsilon 1.5\n", exact=True)
     assert shows("epsilon 1.999\n", "epsilon 1.5\n", exact=False)
     assert not shows("epsilon 1.999\n", "delta 1.999\n", exact=False)
+    assert shows("[1.5, -2.5]\n", "[1.5, -140, 2]\n", exact=False) is False
+    assert shows("[1.5, -2.5, 3]\n", "[1.5, -140, 3]\n", exact=False)
     head = "| spec | loss | rounds/s |\n| --- | ---: | ---: |\n"
     table = f"{head}| a | 0.72 ± 3e−16 | 366,000 |\n"
     assert shows(table, f"{head}| a | 0.72 ± 4e−17 | 9,000 |\n", exact=True)

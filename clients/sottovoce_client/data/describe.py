@@ -103,12 +103,14 @@ def constant_note(table: RawTable) -> str:
 def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
     """Labels in ascending order, and how many records to learn from have each; None: they are numbers of a regression.
 
-    These are numbers some of which are not whole, or more than a thousand different ones.
+    These are numbers some of which are not whole, or more than a thousand different ones, or more than twenty with fewer than
+    ten records each on average.
     """
     held_out = table.labels[:0] if table.test is None else table.test[1]
     labels = np.unique(np.concatenate([table.labels, held_out]))
     counts = np.bincount(np.searchsorted(labels, table.labels), minlength=len(labels))
-    if labels.dtype.kind == "f" and (len(labels) > 1_000 or not (labels == np.floor(labels)).all()):
+    many = len(labels) > 1_000 or (len(labels) > 20 and 10 * len(labels) > len(table.labels))
+    if labels.dtype.kind == "f" and (many or not (labels == np.floor(labels)).all()):
         return None
     texts = [f"{label:g}" if labels.dtype.kind == "f" else str(label) for label in labels]
     return list(zip(texts, counts.tolist(), strict=True))

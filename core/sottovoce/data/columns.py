@@ -218,6 +218,8 @@ class _File:
         """Whether a schema can have a field for a column."""
         if is_index(name):
             return False
+        if self.path.suffix.lower() == ".csv":  # all of which is text to a schema
+            return True
         types = import_extra("pyarrow", "pyarrow", "reading columns").types
         kind = self._column(name).type
         odd = (types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
@@ -443,11 +445,15 @@ def _unquoted(path: Path, text: str) -> str:
         return "it has no record"
     if "invalid UTF8" in text:
         return f"{_AS_UTF_8}{_LATIN}"
+    if "straddling object" in text:
+        return "a row is longer than 1 MiB: see whether a quote in it is never closed, or drop its long column"
     if (ragged := _RAGGED.match(text)) is None:
         return _instead(path)
     row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
     where = f" in row {int(row) - 2} (counted from 0)" if row else ""  # Arrow's row 1 is the header
-    return f"each row must have {wanted} columns, as the first one has, got {got}{where}"
+    with path.open("rb") as file:
+        advice = "; its first line begins with #: remove it if it is a comment" if file.read(1) == b"#" else ""
+    return f"each row must have {wanted} columns, as the first one has, got {got}{where}{advice}"
 
 
 def _in_one_thread(path: Path) -> str:

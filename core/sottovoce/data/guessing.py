@@ -41,11 +41,11 @@ _AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
 _INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
-CODE = r"0\d+|[+-]?\d{16,}"
-"""Digits that are no number: leading zeros, or more of them than float64 holds."""
+CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
+"""Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
 _CODE = re.compile(CODE, re.ASCII)
 INDEX, IDENTIFIER = "the index of a pandas table, or a column without a name", "it names records"
-CODES = "digits that are codes: with leading zeros, or 16 digits and more"
+CODES = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
 _Field = Mapping[str, Any]

@@ -15,7 +15,7 @@ from sottovoce.data.labels import alike
 from sottovoce.data.schedule import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.network.roster import in_short
-from sottovoce.running.run import Run, build_run, first_round_above
+from sottovoce.running.run import Run, build_run, first_round_above, format_above
 from sottovoce.spec import RunSpec
 
 _FEW = 0.01
@@ -47,12 +47,13 @@ def budget_cautions(run: Run, data: PlacedData) -> Iterator[Caveat]:
     stops = [f"{spec.names[i]} in round {t}" for i, t in sorted(first.items(), key=lambda each: each[1])]
     largest = max(first, key=lambda i: math.fsum(losses[i]))
     rounds, totals = min(first.values()), [math.fsum(each) for each in losses]
+    cost = format_above(totals[largest], budgets[largest])
     fits = [f"rounds: {rounds}"] if _fits(run, data, rounds) else []
     if all(map(math.isfinite, totals)):
         fits.append(f"privacy.budget: {_budget_for(spec, totals)}")
     yield Caveat(
         BUDGET_ENDS,
-        f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {totals[largest]:.6g} at "
+        f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
         f"{spec.names[largest]}: {in_short(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
         f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce calibrate)",
     )

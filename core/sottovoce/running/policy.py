@@ -25,7 +25,7 @@ from sottovoce.errors import SpecError
 from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce.registry import Count, Positive, Section
-from sottovoce.running.run import Run, build_run
+from sottovoce.running.run import Run, build_run, format_above
 from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import
 from sottovoce.yaml_files import document_of, text_of
 
@@ -263,7 +263,7 @@ class Policy(Section):
             yield Finding("epsilon_per_run", _ANYTHING, "not priced", fits=True)
         else:
             cost = _planned_cost(run, learner, limit)
-            yield Finding("epsilon_per_run", f"{limit:.6g}", f"{cost:.6g}", cost <= limit)
+            yield Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
 
     def _require(self, findings: Iterable[Finding]) -> None:
         """Raises `SpecError` with every finding that does not fit."""
@@ -279,7 +279,8 @@ def default_policy_caution(run: Run) -> Iterator[Caveat]:
         yield Caveat(
             "DEFAULT_POLICY",
             f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
-            f"spec asks for {cost:.6g} (sottovoce policy check); `sottovoce up` and simulations do not ask for it",
+            f"spec asks for {format_above(cost, limit)} (sottovoce policy check); `sottovoce up` and simulations do not ask "
+            "for it",
         )
 
 

@@ -126,6 +126,12 @@ def first_round_above(losses: FloatArray, limit: float) -> int | None:
     return int(above[0]) if above.size else None
 
 
+def format_above(value: float, limit: float) -> str:
+    """Format a number with six digits, or with as many more as show that it is above a limit: finite precision costs 1e-11."""
+    digits = next((n for n in range(6, 17) if float(f"{value:.{n}g}") > limit), 17) if value > limit else 6
+    return f"{value:.{digits}g}"
+
+
 def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:
     """A run that is to go on without a learner that is lost must be one that can; which one it will be is not known.
 
