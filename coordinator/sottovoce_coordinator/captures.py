@@ -88,7 +88,7 @@ class Captures:
     async def sent(
         self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
     ) -> tuple[Sent, ...]:
-        """How far learners were in captured runs; nothing where there is no eavesdropper, or one of an earlier version.
+        """How far learners were in captured runs; nothing where there is no eavesdropper.
 
         Args:
             run_id: of this run alone; empty: of every run.
@@ -105,9 +105,6 @@ class Captures:
             try:
                 answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # one of an earlier version
-                    log.warning("the eavesdropper cannot say how far learners were: it is older", address=address)
-                    return ()
                 raise as_error(error, f"the eavesdropper at {address}") from None
         return read_sent(answer.sent)
 

@@ -34,29 +34,6 @@ class LedgerLine:
     said: int = 0
     spent: float = 0.0
 
-    @classmethod
-    def read(cls, text: str) -> LedgerLine:
-        """A line as its file has it, checked: a folder may come from elsewhere, or be old.
-
-        Raises:
-            ValueError: it is none.
-        """
-        try:
-            line = cls(**json.loads(text))
-            document = json.loads(line.spec)
-            learners, names = document["learners"], (line.learner, line.run_id, document["algorithm"]["name"])
-        except (TypeError, LookupError, RecursionError) as error:
-            raise ValueError(f"it is not a line: {error}") from None
-        n = len(learners) if isinstance(learners, list) else learners
-        whole = [n, line.index, line.n_features, line.said]
-        if any(type(each) is not str for each in names):
-            raise ValueError("learner, run_id and the algorithm must be named")
-        if any(type(each) is not int for each in whole) or not 0 <= line.index < n:
-            raise ValueError(f"index must be of one of {n} learners, got {line.index}")
-        if line.n_features < 1 or line.said or line.spent:  # the latter two are in the journal alone
-            raise ValueError("n_features must be at least 1, and said and spent are not told here")
-        return line
-
     @property
     def algorithm(self) -> str:
         """Its name."""

@@ -37,10 +37,9 @@ class Line:
         return str(self.facts.get("kind"))
 
     @property
-    def at(self) -> datetime | None:
-        """When it was written; None: an earlier version did not say."""
-        said = self.facts.get("at")
-        return None if said is None else datetime.fromisoformat(said)
+    def at(self) -> datetime:
+        """When it was written. The first line, which charges nothing, has no date."""
+        return datetime.fromisoformat(self.facts["at"])
 
 
 def encode(facts: Facts, chain: bytes) -> tuple[bytes, bytes]:
@@ -86,7 +85,7 @@ def first(store: str, learner: str) -> Facts:
 
 
 def dated(facts: Facts) -> Facts:
-    """The same with the time, by which it is known what was spent lately. Earlier versions pass it over."""
+    """The same with the time, by which it is known what was spent lately."""
     return {**facts, "at": datetime.now(UTC).isoformat(timespec="seconds")}
 
 

@@ -167,4 +167,4 @@ class Memory:
         self.frames.extend(image.frames)
         self.correct, self.judged = image.judged
         self.said, self.done = len(counts) + 1, len(counts)
-        self.messages = self.plan.messages(self.said) if image.messages is None else image.messages
+        self.messages = image.messages

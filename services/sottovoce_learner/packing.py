@@ -22,8 +22,6 @@ from sottovoce.errors import DataError
 _MAGIC, FORMAT = b"sotto.s\0", 1
 _HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
 _ALIGNED = 64
-ADDED = {"added": True}
-"""Metadata of a field that earlier versions of its class did not write: read from what they wrote it has its default."""
 
 
 class Unpackable(TypeError):
@@ -197,16 +195,11 @@ class _Reading:
         kind, given = _class(node["d"]), node["v"]
         if not is_dataclass(kind):
             raise _another(node["d"])
-        missing = [each for each in fields(kind) if each.name not in given]
-        if len(fields(kind)) != len(given) + len(missing) or not all(
-            ADDED.items() <= f.metadata.items() for f in missing
-        ):
+        if {each.name for each in fields(kind)} != given.keys():
             raise _another(node["d"])
         made = object.__new__(kind)  # as it was: whatever its constructor would add is in its fields
         for name, value in given.items():
             object.__setattr__(made, name, self.value(value))
-        for each in missing:
-            object.__setattr__(made, each.name, each.default)
         return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +10,6 @@ from sottovoce.errors import NotReady, RemoteProtocolError
 from sottovoce.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.sharing import document_of, spec_of
 from sottovoce_learner.store import RunLog, Store, Terms
@@ -88,19 +86,11 @@ def open_log(
         keep_log: whether the log is kept when the run is over.
 
     Raises:
-        NotReady: the learner has been in another run since, or an earlier version has spoken in this one; or the log cannot be
-            written.
+        NotReady: the learner has been in another run since, or the log cannot be written.
         DataError: something of the state folder is damaged.
     """
-    old = Ledger(folder).old(role.name)
-    if any(line.run_id == role.run_id and line.said for line in old):
-        raise NotReady(
-            "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
-            "new run"
-        )
-    store, before = Store(folder, role.name, keep_log=keep_log), math.fsum(line.spent for line in old)
-    elsewhere = store.spent(but=role.run_id) + before
-    lately = store.spent_since(since, role.run_id, before)
+    store = Store(folder, role.name, keep_log=keep_log)
+    elsewhere, lately = store.spent(but=role.run_id), store.spent_since(since, role.run_id)
     line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
     try:
         return Others(elsewhere, lately), store.open_run(line, terms, elsewhere)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -14,7 +14,7 @@ from sottovoce.running.run import Run
 from sottovoce_learner.bodies import Snapshot
 from sottovoce_learner.intake import Taken
 from sottovoce_learner.log import Reading
-from sottovoce_learner.packing import ADDED, Unpackable, pack, packs_as, unpack
+from sottovoce_learner.packing import Unpackable, pack, packs_as, unpack
 from sottovoce_learner.signing import Vouched
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.logs import failure
@@ -35,7 +35,7 @@ class Image:
         judged: records that it predicted before it learned them: those that it got right, and all.
         vouched: digests of what it said, in the blocks that it signs or may sign again.
         heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
-        messages: that it has said; None: an earlier version did not count them.
+        messages: that it has said.
     """
 
     state: Any
@@ -46,7 +46,7 @@ class Image:
     judged: tuple[int, int]
     vouched: Vouched
     heard: tuple[bytes, ...] = ()
-    messages: int | None = field(default=None, metadata=ADDED)
+    messages: int = 0
 
 
 def named(run: Run) -> dict[str, object]:

@@ -103,22 +103,17 @@ class Standing:
         """Epsilon of all runs that are closed."""
         return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
-    def spent_since(self, moment: datetime, but: str, before: float = 0.0) -> float:
+    def spent_since(self, moment: datetime, but: str) -> float:
         """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end.
 
         Args:
             moment: since when.
             but: a run.
-            before: spent before the ledger began.
         """
-        opened, at, late = self.opened, None, True
+        opened = self.opened
         charges = [spent(self.log)] if opened is not None and opened.run_id != but and self.log is not None else []
-        for line in reversed(self.lines):
-            at = line.at or at  # a line without a date is from before the next one that has one: later it cannot be
-            late = at is None or at >= moment
-            if late and line.kind in (CLOSED, REPAIRED) and line.facts["run_id"] != but:
-                charges.append(line.facts["spent"])
-        return math.fsum([*charges, before if late else 0.0])
+        lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.at >= moment)
+        return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
 
     def runs(self) -> Iterator[LedgerLine]:
         """Every run, with what it has cost."""

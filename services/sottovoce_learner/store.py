@@ -293,9 +293,9 @@ class Store:
         """Epsilon of all runs but one."""
         return math.fsum(run.spent for run in self._standing.runs() if run.run_id != but)
 
-    def spent_since(self, moment: datetime, but: str, before: float) -> float:
+    def spent_since(self, moment: datetime, but: str) -> float:
         """As `Standing.spent_since`."""
-        return self._standing.spent_since(moment, but, before)
+        return self._standing.spent_since(moment, but)
 
     def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
         """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.

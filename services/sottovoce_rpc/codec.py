@@ -199,7 +199,7 @@ def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage
     return said
 
 
-_MESSAGE, _ROUND, _SENDER, _VALUES = (bytes([number << 3 | kind]) for number, kind in ((2, 2), (1, 1), (2, 5), (4, 2)))
+_MESSAGE, _ROUND, _SENDER, _VALUES = (bytes([number << 3 | kind]) for number, kind in ((2, 2), (1, 1), (2, 5), (3, 2)))
 """Protobuf's tags (a field's number and its wire type): of the round in an ExchangeMessage, and of what is in the round."""
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
 import signal
-import struct
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.repair import repair
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.store import Store, Terms, claim
@@ -120,52 +117,6 @@ async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
     assert (ledger.spent("north"), ledger.spent("w-north")) == (first, second)
 
 
-def old_journal(folder: Path, stem: str, learner: str, run_id: str, said: int, spent: float) -> None:
-    """As earlier versions wrote it."""
-    spec = parse_spec({"rounds": 9, "learners": [learner, "b"], "algorithm": {"name": "ldp-dol"}}, imports=True)
-    facts = {"learner": learner, "run_id": run_id, "index": 0, "n_features": 3, "spec": spec.model_dump_json()}
-    (folder / f"{stem}.ledger").write_text(json.dumps(facts), encoding="utf-8")
-    raw = bytearray(8192)
-    for t in range(max(said - 2, 0), said):
-        whose = hashlib.sha256(run_id.encode()).digest()[:16]
-        head = struct.pack("<8s16sQdI", b"sotto.j1", whose, t, spent * (t + 1) / said, 9)
-        whole = head + struct.pack("<I", zlib.crc32(head + bytes(4) + bytes(9))) + bytes(9)
-        raw[(t % 2) * 4096 : (t % 2) * 4096 + len(whole)] = whole
-    (folder / f"{stem}.journal").write_bytes(raw)
-
-
-async def test_journals_of_earlier_versions_count_and_are_not_gone_on_with(tmp_path: Path) -> None:
-    old_journal(tmp_path, "v-w@north", "north", "v-w", 3, 1.5)
-    old_journal(tmp_path, "v-x-north", "north", "v-x", 2, 0.25)  # a name of a still earlier version
-    old_journal(tmp_path, "v-y@north", "north", "v-y", 0, 0.0)
-    assert Ledger(tmp_path).spent("north") == 1.75
-    with pytest.raises(NotReady, match="its journal counts, and cannot be gone on with"):
-        session(tmp_path, "v-w", name="north")
-    made = session(tmp_path, "v", name="north", own_budget=100.0)
-    assert made.status.epsilon_elsewhere == 1.75
-    spent = await spend(session(tmp_path, "v-y", name="north"), 1)
-    assert Ledger(tmp_path).spent("north") == pytest.approx(1.75 + spent)
-
-
-@pytest.mark.parametrize(
-    ("harm", "text"),
-    [
-        (lambda stem: stem.with_suffix(".journal").unlink(), "cannot be read: No such file"),
-        (lambda stem: stem.with_suffix(".ledger").unlink(), "has no line v@north.ledger beside it"),
-        (lambda stem: stem.with_suffix(".journal").write_bytes(b""), "has 0 bytes, which are no two slots"),
-        (lambda stem: stem.with_suffix(".ledger").write_text("{"), "cannot be read: "),
-    ],
-)
-def test_a_lost_journal_of_an_earlier_version_is_never_nothing_spent(
-    tmp_path: Path, harm: Callable[[Path], None], text: str
-) -> None:
-    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
-    harm(tmp_path / "v@north")
-    for again in ("v", "w"):
-        with pytest.raises(DataError, match=text):
-            session(tmp_path, again, name="north")
-
-
 async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
     made = session(tmp_path, "run-a")
     line = LedgerLine("learner-0", "run-a", 1, 3, made.role.spec.model_dump_json())
@@ -173,41 +124,18 @@ async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
         Store(tmp_path, "learner-0").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"spec": "{"},
-        {"spec": "{}"},
-        {"spec": None},
-        {"spec": "[" * 100_000},
-        {"spec": '{"learners": "many", "algorithm": {"name": "ldp-dol"}}'},
-        {"learner": 5},
-        {"run_id": None},
-        {"index": 99},
-        {"index": "0"},
-        {"n_features": 0},
-        {"spent": -5.0},
-        {"said": 1},
-    ],
-    ids=lambda changes: str(changes)[:40],
-)
-def test_an_old_line_that_says_something_else_is_refused_in_words(tmp_path: Path, changes: dict[str, Any]) -> None:
-    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
-    about = tmp_path / "v@north.ledger"
-    about.write_text(json.dumps({**json.loads(about.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
-    with pytest.raises(DataError, match="cannot be read: "):
-        show_ledger(tmp_path, None, Console(file=io.StringIO()))
+def charged_run(folder: Path, document: dict[str, Any]) -> None:
+    """A ledger of `north` with one run, of this spec, and a charge of 1.5."""
+    line = LedgerLine("north", "run-a", 0, 3, json.dumps(document))
+    Store(folder, "north").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
+    repair(folder, "north", 1.5)
 
 
 def test_a_run_of_more_rounds_than_a_guarantee_is_computed_for_is_listed(tmp_path: Path) -> None:
-    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
-    about = tmp_path / "v@north.ledger"
-    facts = json.loads(about.read_text(encoding="utf-8"))
-    facts["spec"] = json.dumps({**json.loads(facts["spec"]), "rounds": 10**12})
-    about.write_text(json.dumps(facts), encoding="utf-8")
+    charged_run(tmp_path, {"rounds": 10**12, "learners": ["north", "b"], "algorithm": {"name": "ldp-dol"}})
     out = io.StringIO()
     show_ledger(tmp_path, None, Console(file=out, width=160))
-    assert "1.5" in out.getvalue()
+    assert "ldp-dol" in out.getvalue() and "1.5" in out.getvalue()
 
 
 async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
@@ -225,10 +153,7 @@ async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
 
 def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec came from a coordinator; whoever looks at what was spent runs none of it."""
-    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
-    about = tmp_path / "v@north.ledger"
-    named = about.read_text(encoding="utf-8").replace("ldp-dol", "named_by_a_run:Spec")
-    about.write_text(named, encoding="utf-8")
+    charged_run(tmp_path, {"rounds": 9, "learners": ["north", "b"], "algorithm": {"name": "named_by_a_run:Spec"}})
     (tmp_path / "named_by_a_run.py").write_text("Spec = None", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
 

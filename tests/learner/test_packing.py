@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,7 @@ from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce_learner import packing
 from sottovoce_learner.intake import Taken
-from sottovoce_learner.packing import ADDED, Unpackable, pack, packs_as, unpack
-
-
-@dataclass(frozen=True)
-class Grown:
-    value: Any
-    more: int | None = field(default=None, metadata=ADDED)
+from sottovoce_learner.packing import Unpackable, pack, packs_as, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +103,6 @@ def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             DataError, match=r"test_packing:Leaf, which is another class here: it was written by another"
         ):
             unpack(raw, {})
-
-
-def test_a_field_that_an_earlier_version_did_not_write_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the class says so of it: else the state of an algorithm might go on as another one."""
-    raw = pack(Leaf(1), {})
-    monkeypatch.setattr(f"{__name__}.Leaf", Grown)
-    assert unpack(raw, {}) == Grown(1)
-    assert unpack(pack(Grown(1, 2), {}), {}) == Grown(1, 2)
 
 
 def test_nothing_is_imported_to_read_it() -> None:

@@ -303,27 +303,6 @@ async def test_what_was_spent_before_the_last_30_days_does_not_count(
     assert 0 < last.statuses[0].epsilon_spent < 0.51 * price(spec)
 
 
-async def test_what_earlier_versions_wrote_without_a_date_counts_as_late_as_it_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the latest when the next line was written that has one."""
-    spec, files = spec_of(), Files(tmp_path / "journals", "ann")
-    async with network(tmp_path, NAMES) as up:
-        with monkeypatch.context() as earlier:
-            earlier.setattr(lines, "dated", lambda facts: facts)
-            first = await up.run(spec, made_up(spec))
-            await until_charged(files)
-        undated = look(files)
-        moment = datetime.now(UTC) + timedelta(days=400)
-        spent = first.statuses[0].epsilon_spent
-        assert undated.spent_since(moment, "") == pytest.approx(spent)
-        await up.run(spec, made_up(spec))
-        await until_charged(files)
-        dated = look(files)
-    assert dated.spent_since(datetime.now(UTC) - timedelta(days=1), "") == pytest.approx(2 * spent)
-    assert dated.spent_since(moment, "") == 0.0
-
-
 # ---- taken up again --------------------------------------------------------------------------------------------------
 
 

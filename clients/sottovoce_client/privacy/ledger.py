@@ -44,11 +44,9 @@ def _ledger_in(folder: Path) -> Ledger:
 
 def _require(ledger: Ledger, learner: str | None) -> None:
     """Raises `SpecError` where nothing is left of a ledger (of this learner), and no sign that there was one."""
-    names = set(ledger.learners())
-    if learner not in names:  # else a journal of before that is damaged is no reason to refuse it
-        names |= {line.learner for line in ledger.old(learner)}
+    names = ledger.learners()
     if not names or learner not in (None, *names):
-        there, whose = ", ".join(sorted(names)) or "nobody", "" if learner is None else f" of {learner!r}"
+        there, whose = ", ".join(names) or "nobody", "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no ledger{whose} in the state folder {ledger.folder}; there are ledgers of: {there}")
 
 
@@ -126,7 +124,7 @@ def verify_ledger(
     names = ledger.learners() if learner is None else [learner]
     found = []
     for name in names:
-        runs = [*verify(folder, name, imports=allow_imports), *ledger.old(name)]
+        runs = verify(folder, name, imports=allow_imports)
         spent = number(math.fsum(run.spent for run in runs))
         out.print(
             f"{name}: {plural(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False

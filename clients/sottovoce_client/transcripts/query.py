@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _DEPTH = 4
 """Folders between the one that is named and a capture."""
-_FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv", ".journal")
+_FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv")
 MOST_SHOWN, _MOST_UPRIGHT, _MOST_LETTERS = 200, 20, 60
 _MEMORY = "2GB"
 _FETCHED = 10_000

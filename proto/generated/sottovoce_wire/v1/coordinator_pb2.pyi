@@ -145,9 +145,7 @@ class Event(_message.Message):
     def report(self) -> Global___Report: ...
     @_builtins.property
     def confirmation(self) -> Global___Confirmation:
-        """The incarnation that was issued to this learner is in its state folder.
-        4 to 9 are free for recovery: an epoch that is durable here, a round that a coordinator is to witness before it is sent.
-        """
+        """The incarnation that was issued to this learner is in its state folder."""
 
     def __init__(
         self,
@@ -207,9 +205,7 @@ class Introduction(_message.Message):
     that never stopped, its reports say so.
     """
     digests: _builtins.bool
-    """13 to 15 are free for recovery: the epoch of the run; the highest incarnation of each neighbour that it has seen.
-    It compares the digest of a grant with its own network: no epoch but the first need be told it.
-    """
+    """It compares the digest of a grant with its own network: no epoch but the first need be told it."""
     def __init__(
         self,
         *,
@@ -389,9 +385,7 @@ class Directive(_message.Message):
     @_builtins.property
     def issued(self) -> Global___Issued: ...
     @_builtins.property
-    def confirmed(self) -> Global___Confirmed:
-        """10 to 15 are free for recovery."""
-
+    def confirmed(self) -> Global___Confirmed: ...
     def __init__(
         self,
         *,

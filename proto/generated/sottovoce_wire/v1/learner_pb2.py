@@ -15,47 +15,47 @@ _sym_db = _symbol_database.Default()
 from sottovoce_wire.v1 import tensor_pb2 as sottovoce__wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsottovoce_wire/v1/learner.proto\x12\x11sottovoce_wire.v1\x1a\x1esottovoce_wire/v1/tensor.proto\"\xac\x01\n\x0f\x45xchangeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.sottovoce_wire.v1.HelloH\x00\x12\x30\n\x05round\x18\x02 \x01(\x0b\x32\x1f.sottovoce_wire.v1.RoundMessageH\x00\x12\x31\n\tsignature\x18\x03 \x01(\x0b\x32\x1c.sottovoce_wire.v1.SignatureH\x00\x42\t\n\x07message\"\xc8\x01\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\x14\n\x07learner\x18\x03 \x01(\x07H\x00\x88\x01\x01\x12\x17\n\nnext_round\x18\x04 \x01(\x06H\x01\x88\x01\x01\x12(\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x18.sottovoce_wire.v1.Field\x12\x18\n\x0bincarnation\x18\x08 \x01(\x06H\x02\x88\x01\x01\x42\n\n\x08_learnerB\r\n\x0b_next_roundB\x0e\n\x0c_incarnation\"z\n\x0cRoundMessage\x12\x12\n\x05round\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x06sender\x18\x02 \x01(\x07H\x01\x88\x01\x01\x12\x13\n\x06values\x18\x04 \x01(\x0cH\x02\x88\x01\x01\x42\x08\n\x06_roundB\t\n\x07_senderB\t\n\x07_valuesJ\x04\x08\x03\x10\x04R\x06\x66ields\"\x83\x01\n\tSignature\x12\x12\n\x05\x62lock\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x06sender\x18\x02 \x01(\x07H\x01\x88\x01\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x01(\x0c\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x42\x08\n\x06_blockB\t\n\x07_sender\"\xd4\x01\n\x0bSampleBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x18\n\x0b\x66irst_round\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12+\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12)\n\x06labels\x18\x06 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12\x11\n\tpositions\x18\x07 \x03(\x04\x42\x0e\n\x0c_first_round\"J\n\rIngestReceipt\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x15\n\x08position\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_position\"\x1f\n\rIntakeRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"u\n\x0eIntakeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\x31\n\x07receipt\x18\x04 \x01(\x0b\x32 .sottovoce_wire.v1.IngestReceipt\"=\n\x0ePredictRequest\x12+\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\"\x83\x01\n\x0fPredictResponse\x12)\n\x06scores\x18\x01 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12)\n\x06labels\x18\x02 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12\x13\n\x0brounds_done\x18\x03 \x01(\x04R\x05round\"\x0f\n\rStatusRequest\"B\n\x0eStatusResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\"\xa7\x04\n\rLearnerStatus\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.sottovoce_wire.v1.LearnerState\x12\x13\n\x0brounds_done\x18\x04 \x01(\x04\x12\x18\n\x10rounds_with_data\x18\x05 \x01(\x04\x12\x15\n\rmessages_sent\x18\x06 \x01(\x04\x12\x12\n\nbytes_sent\x18\x07 \x01(\x04\x12\x15\n\repsilon_spent\x18\x08 \x01(\x01\x12\x1b\n\x0e\x65psilon_budget\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x1c\n\x14noise_is_not_private\x18\x0b \x01(\x08\x12!\n\x14prequential_accuracy\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x11\x65psilon_elsewhere\x18\r \x01(\x01\x12\x1f\n\x12\x65psilon_own_budget\x18\x0e \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0brounds_said\x18\x0f \x01(\x04\x12\x14\n\x0crules_broken\x18\x14 \x01(\x04\x12\x0f\n\x07records\x18\x15 \x01(\x04\x12\x17\n\x0frecords_waiting\x18\x16 \x01(\x04\x42\x11\n\x0f_epsilon_budgetB\x17\n\x15_prequential_accuracyB\x15\n\x13_epsilon_own_budgetR\x05roundR\x0b\x64\x61ta_rounds\"\x0f\n\rLedgerRequest\"f\n\x0eLedgerResponse\x12,\n\x05lines\x18\x01 \x03(\x0b\x32\x1d.sottovoce_wire.v1.LedgerLine\x12\x17\n\nown_budget\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_own_budget\"\x8e\x01\n\nLedgerLine\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\t\x12\r\n\x05index\x18\x05 \x01(\r\x12\x12\n\nn_features\x18\x06 \x01(\r\x12\x0c\n\x04said\x18\x07 \x01(\x04\x12\r\n\x05spent\x18\x08 \x01(\x01*\xf3\x01\n\x0cLearnerState\x12\x1d\n\x19LEARNER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12LEARNER_STATE_IDLE\x10\x01\x12\x1c\n\x18LEARNER_STATE_CONNECTING\x10\x02\x12\x19\n\x15LEARNER_STATE_RUNNING\x10\x03\x12\x1a\n\x16LEARNER_STATE_FINISHED\x10\x04\x12\"\n\x1eLEARNER_STATE_BUDGET_EXHAUSTED\x10\x05\x12\x18\n\x14LEARNER_STATE_FAILED\x10\x06\x12\x19\n\x15LEARNER_STATE_STOPPED\x10\x07\x32\xf0\x03\n\x07Learner\x12V\n\x08\x45xchange\x12\".sottovoce_wire.v1.ExchangeMessage\x1a\".sottovoce_wire.v1.ExchangeMessage(\x01\x30\x01\x12N\n\x06Ingest\x12\x1e.sottovoce_wire.v1.SampleBatch\x1a .sottovoce_wire.v1.IngestReceipt(\x01\x30\x01\x12M\n\x06Intake\x12 .sottovoce_wire.v1.IntakeRequest\x1a!.sottovoce_wire.v1.IntakeResponse\x12P\n\x07Predict\x12!.sottovoce_wire.v1.PredictRequest\x1a\".sottovoce_wire.v1.PredictResponse\x12M\n\x06Status\x12 .sottovoce_wire.v1.StatusRequest\x1a!.sottovoce_wire.v1.StatusResponse\x12M\n\x06Ledger\x12 .sottovoce_wire.v1.LedgerRequest\x1a!.sottovoce_wire.v1.LedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fsottovoce_wire/v1/learner.proto\x12\x11sottovoce_wire.v1\x1a\x1esottovoce_wire/v1/tensor.proto\"\xac\x01\n\x0f\x45xchangeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.sottovoce_wire.v1.HelloH\x00\x12\x30\n\x05round\x18\x02 \x01(\x0b\x32\x1f.sottovoce_wire.v1.RoundMessageH\x00\x12\x31\n\tsignature\x18\x03 \x01(\x0b\x32\x1c.sottovoce_wire.v1.SignatureH\x00\x42\t\n\x07message\"\xc8\x01\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tplan_hash\x18\x02 \x01(\x0c\x12\x14\n\x07learner\x18\x03 \x01(\x07H\x00\x88\x01\x01\x12\x17\n\nnext_round\x18\x04 \x01(\x06H\x01\x88\x01\x01\x12(\n\x06\x66ields\x18\x05 \x03(\x0b\x32\x18.sottovoce_wire.v1.Field\x12\x18\n\x0bincarnation\x18\x06 \x01(\x06H\x02\x88\x01\x01\x42\n\n\x08_learnerB\r\n\x0b_next_roundB\x0e\n\x0c_incarnation\"l\n\x0cRoundMessage\x12\x12\n\x05round\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x06sender\x18\x02 \x01(\x07H\x01\x88\x01\x01\x12\x13\n\x06values\x18\x03 \x01(\x0cH\x02\x88\x01\x01\x42\x08\n\x06_roundB\t\n\x07_senderB\t\n\x07_values\"\x83\x01\n\tSignature\x12\x12\n\x05\x62lock\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x06sender\x18\x02 \x01(\x07H\x01\x88\x01\x01\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x01(\x0c\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x42\x08\n\x06_blockB\t\n\x07_sender\"\xd4\x01\n\x0bSampleBatch\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x18\n\x0b\x66irst_round\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12+\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12)\n\x06labels\x18\x06 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12\x11\n\tpositions\x18\x07 \x03(\x04\x42\x0e\n\x0c_first_round\"J\n\rIngestReceipt\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x15\n\x08position\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_position\"\x1f\n\rIntakeRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"u\n\x0eIntakeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\x31\n\x07receipt\x18\x04 \x01(\x0b\x32 .sottovoce_wire.v1.IngestReceipt\"=\n\x0ePredictRequest\x12+\n\x08\x66\x65\x61tures\x18\x01 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\"|\n\x0fPredictResponse\x12)\n\x06scores\x18\x01 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12)\n\x06labels\x18\x02 \x01(\x0b\x32\x19.sottovoce_wire.v1.Tensor\x12\x13\n\x0brounds_done\x18\x03 \x01(\x04\"\x0f\n\rStatusRequest\"B\n\x0eStatusResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\"\x93\x04\n\rLearnerStatus\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.sottovoce_wire.v1.LearnerState\x12\x13\n\x0brounds_done\x18\x04 \x01(\x04\x12\x18\n\x10rounds_with_data\x18\x05 \x01(\x04\x12\x15\n\rmessages_sent\x18\x06 \x01(\x04\x12\x12\n\nbytes_sent\x18\x07 \x01(\x04\x12\x15\n\repsilon_spent\x18\x08 \x01(\x01\x12\x1b\n\x0e\x65psilon_budget\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x1c\n\x14noise_is_not_private\x18\x0b \x01(\x08\x12!\n\x14prequential_accuracy\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x11\x65psilon_elsewhere\x18\r \x01(\x01\x12\x1f\n\x12\x65psilon_own_budget\x18\x0e \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0brounds_said\x18\x0f \x01(\x04\x12\x14\n\x0crules_broken\x18\x10 \x01(\x04\x12\x0f\n\x07records\x18\x11 \x01(\x04\x12\x17\n\x0frecords_waiting\x18\x12 \x01(\x04\x42\x11\n\x0f_epsilon_budgetB\x17\n\x15_prequential_accuracyB\x15\n\x13_epsilon_own_budget\"\x0f\n\rLedgerRequest\"f\n\x0eLedgerResponse\x12,\n\x05lines\x18\x01 \x03(\x0b\x32\x1d.sottovoce_wire.v1.LedgerLine\x12\x17\n\nown_budget\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_own_budget\"\x8e\x01\n\nLedgerLine\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\t\x12\r\n\x05index\x18\x05 \x01(\r\x12\x12\n\nn_features\x18\x06 \x01(\r\x12\x0c\n\x04said\x18\x07 \x01(\x04\x12\r\n\x05spent\x18\x08 \x01(\x01*\xf3\x01\n\x0cLearnerState\x12\x1d\n\x19LEARNER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12LEARNER_STATE_IDLE\x10\x01\x12\x1c\n\x18LEARNER_STATE_CONNECTING\x10\x02\x12\x19\n\x15LEARNER_STATE_RUNNING\x10\x03\x12\x1a\n\x16LEARNER_STATE_FINISHED\x10\x04\x12\"\n\x1eLEARNER_STATE_BUDGET_EXHAUSTED\x10\x05\x12\x18\n\x14LEARNER_STATE_FAILED\x10\x06\x12\x19\n\x15LEARNER_STATE_STOPPED\x10\x07\x32\xf0\x03\n\x07Learner\x12V\n\x08\x45xchange\x12\".sottovoce_wire.v1.ExchangeMessage\x1a\".sottovoce_wire.v1.ExchangeMessage(\x01\x30\x01\x12N\n\x06Ingest\x12\x1e.sottovoce_wire.v1.SampleBatch\x1a .sottovoce_wire.v1.IngestReceipt(\x01\x30\x01\x12M\n\x06Intake\x12 .sottovoce_wire.v1.IntakeRequest\x1a!.sottovoce_wire.v1.IntakeResponse\x12P\n\x07Predict\x12!.sottovoce_wire.v1.PredictRequest\x1a\".sottovoce_wire.v1.PredictResponse\x12M\n\x06Status\x12 .sottovoce_wire.v1.StatusRequest\x1a!.sottovoce_wire.v1.StatusResponse\x12M\n\x06Ledger\x12 .sottovoce_wire.v1.LedgerRequest\x1a!.sottovoce_wire.v1.LedgerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sottovoce_wire.v1.learner_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_LEARNERSTATE']._serialized_start=2268
-  _globals['_LEARNERSTATE']._serialized_end=2511
+  _globals['_LEARNERSTATE']._serialized_start=2226
+  _globals['_LEARNERSTATE']._serialized_end=2469
   _globals['_EXCHANGEMESSAGE']._serialized_start=87
   _globals['_EXCHANGEMESSAGE']._serialized_end=259
   _globals['_HELLO']._serialized_start=262
   _globals['_HELLO']._serialized_end=462
   _globals['_ROUNDMESSAGE']._serialized_start=464
-  _globals['_ROUNDMESSAGE']._serialized_end=586
-  _globals['_SIGNATURE']._serialized_start=589
-  _globals['_SIGNATURE']._serialized_end=720
-  _globals['_SAMPLEBATCH']._serialized_start=723
-  _globals['_SAMPLEBATCH']._serialized_end=935
-  _globals['_INGESTRECEIPT']._serialized_start=937
-  _globals['_INGESTRECEIPT']._serialized_end=1011
-  _globals['_INTAKEREQUEST']._serialized_start=1013
-  _globals['_INTAKEREQUEST']._serialized_end=1044
-  _globals['_INTAKERESPONSE']._serialized_start=1046
-  _globals['_INTAKERESPONSE']._serialized_end=1163
-  _globals['_PREDICTREQUEST']._serialized_start=1165
-  _globals['_PREDICTREQUEST']._serialized_end=1226
-  _globals['_PREDICTRESPONSE']._serialized_start=1229
-  _globals['_PREDICTRESPONSE']._serialized_end=1360
-  _globals['_STATUSREQUEST']._serialized_start=1362
-  _globals['_STATUSREQUEST']._serialized_end=1377
-  _globals['_STATUSRESPONSE']._serialized_start=1379
-  _globals['_STATUSRESPONSE']._serialized_end=1445
-  _globals['_LEARNERSTATUS']._serialized_start=1448
-  _globals['_LEARNERSTATUS']._serialized_end=1999
-  _globals['_LEDGERREQUEST']._serialized_start=2001
-  _globals['_LEDGERREQUEST']._serialized_end=2016
-  _globals['_LEDGERRESPONSE']._serialized_start=2018
-  _globals['_LEDGERRESPONSE']._serialized_end=2120
-  _globals['_LEDGERLINE']._serialized_start=2123
-  _globals['_LEDGERLINE']._serialized_end=2265
-  _globals['_LEARNER']._serialized_start=2514
-  _globals['_LEARNER']._serialized_end=3010
+  _globals['_ROUNDMESSAGE']._serialized_end=572
+  _globals['_SIGNATURE']._serialized_start=575
+  _globals['_SIGNATURE']._serialized_end=706
+  _globals['_SAMPLEBATCH']._serialized_start=709
+  _globals['_SAMPLEBATCH']._serialized_end=921
+  _globals['_INGESTRECEIPT']._serialized_start=923
+  _globals['_INGESTRECEIPT']._serialized_end=997
+  _globals['_INTAKEREQUEST']._serialized_start=999
+  _globals['_INTAKEREQUEST']._serialized_end=1030
+  _globals['_INTAKERESPONSE']._serialized_start=1032
+  _globals['_INTAKERESPONSE']._serialized_end=1149
+  _globals['_PREDICTREQUEST']._serialized_start=1151
+  _globals['_PREDICTREQUEST']._serialized_end=1212
+  _globals['_PREDICTRESPONSE']._serialized_start=1214
+  _globals['_PREDICTRESPONSE']._serialized_end=1338
+  _globals['_STATUSREQUEST']._serialized_start=1340
+  _globals['_STATUSREQUEST']._serialized_end=1355
+  _globals['_STATUSRESPONSE']._serialized_start=1357
+  _globals['_STATUSRESPONSE']._serialized_end=1423
+  _globals['_LEARNERSTATUS']._serialized_start=1426
+  _globals['_LEARNERSTATUS']._serialized_end=1957
+  _globals['_LEDGERREQUEST']._serialized_start=1959
+  _globals['_LEDGERREQUEST']._serialized_end=1974
+  _globals['_LEDGERRESPONSE']._serialized_start=1976
+  _globals['_LEDGERRESPONSE']._serialized_end=2078
+  _globals['_LEDGERLINE']._serialized_start=2081
+  _globals['_LEDGERLINE']._serialized_end=2223
+  _globals['_LEARNER']._serialized_start=2472
+  _globals['_LEARNER']._serialized_end=2968
 # @@protoc_insertion_point(module_scope)

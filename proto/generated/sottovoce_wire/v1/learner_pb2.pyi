@@ -516,9 +516,7 @@ class LearnerStatus(_message.Message):
     rounds_said: _builtins.int
     """Rounds whose message is journaled, and so charged and possibly said: `rounds_done` or one more."""
     rules_broken: _builtins.int
-    """16 to 19 are free for recovery: what it waits for and since when, whether the run is closed, its incarnation.
-    Messages on the channels of neighbours that broke a rule (coordinator.proto), and changed nothing.
-    """
+    """Messages on the channels of neighbours that broke a rule (coordinator.proto), and changed nothing."""
     records: _builtins.int
     """Records taken in, and those of them that wait for their round."""
     records_waiting: _builtins.int

@@ -14,17 +14,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esottovoce_wire/v1/tensor.proto\x12\x11sottovoce_wire.v1\"Q\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\x04\x12*\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.DataType\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"]\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12*\n\x05\x64type\x18\x04 \x01(\x0e\x32\x1b.sottovoce_wire.v1.DataTypeJ\x04\x08\x02\x10\x03R\x05value*<\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esottovoce_wire/v1/tensor.proto\x12\x11sottovoce_wire.v1\"Q\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\x04\x12*\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.DataType\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"P\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.sottovoce_wire.v1.DataType*<\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sottovoce_wire.v1.tensor_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_DATATYPE']._serialized_start=231
-  _globals['_DATATYPE']._serialized_end=291
+  _globals['_DATATYPE']._serialized_start=218
+  _globals['_DATATYPE']._serialized_end=278
   _globals['_TENSOR']._serialized_start=53
   _globals['_TENSOR']._serialized_end=134
   _globals['_FIELD']._serialized_start=136
-  _globals['_FIELD']._serialized_end=229
+  _globals['_FIELD']._serialized_end=216
 # @@protoc_insertion_point(module_scope)
