@@ -457,7 +457,7 @@ def test_noise_of_a_field_that_there_is_not() -> None:
     with pytest.raises(SpecError, match="--noise must name decoded fields, got 'totals'; there are total"):
         examine(conversations(noised, 8), {"totals": FREE}, Levels(0.05, OF_NOISE), np.random.default_rng(0))
     two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
-    with pytest.raises(SpecError, match="the centre of total must be 2 numbers"):
+    with pytest.raises(SpecError, match=r"the centre of total must be 2 finite numbers, got \[1.0, 2.0, 3.0\]"):
         noise_in(conversations(noised, 8), two)
 
 
@@ -470,6 +470,35 @@ def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
 
     assert known.verdict.kind == "consistent" and "noise whose scale is wrong by" in known.found.reaches[0].text
     assert free.verdict.kind == "inconclusive"
+
+
+@pytest.mark.parametrize("claims", [{"total": CENTRED}, {"total": CENTRED, "other": FREE}])
+def test_claimed_noise_decides_nothing_of_a_field_without_noise_and_centre(claims: dict[str, NoiseClaim]) -> None:
+    """The other field alone loses 1: epsilon is 2. Its noise is right, so the tests fail with probability at most 0.001."""
+    runs = conversations(noised, 60)
+    other = np.random.default_rng(2).laplace(scale=2.0, size=(60, 2, 1))
+    for run, noise in zip(runs, other, strict=True):
+        for each, own in zip(run.messages, noise, strict=True):
+            assert each.decoded is not None
+            each.decoded.fields["other"] = numbers(run.world + own)  # type: ignore[index]
+    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise=claims)
+
+    assert done.verdict.kind == "inconclusive"
+    assert "could not refute" in done.verdict.text or "numbers of other twice as far" in done.verdict.text
+    assert done.noise is not None and done.noise.undecided == ("other",)
+
+
+def test_what_a_client_sends_and_what_stays_the_same_need_no_noise_claim() -> None:
+    runs = conversations(noised, 60)
+    for k, run in enumerate(runs):
+        first = run.messages[0]
+        assert first.decoded is not None
+        first.decoded.fields["version"] = numbers(7.0)  # type: ignore[index]
+        asked = replace(first, method="/a/B", direction="out", decoded=Decoded({"seed": numbers(float(k))}))
+        runs[k] = replace(run, heard=(asked, *run.heard))
+    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise={"total": CENTRED})
+
+    assert done.verdict.kind == "consistent"
 
 
 # ---- whole messages ----------------------------------------------------------------------------------------
