@@ -88,6 +88,15 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
     assert done.found.largest == pytest.approx(done.most, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [1e300, 1e-320])
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_are_audited(factor: float) -> None:
+    done = audited(conversations(lambda *run: [factor * each for each in raw_later(*run)], 60))
+
+    assert {bound.guesser for bound in done.found.bounds} == {"logistic regression", "gradient boosting"}
+    assert factor < 1.0 or done.found.largest > 0.0
+
+
 def test_without_a_claim_the_bound_alone_is_told() -> None:
     verdict = audited(conversations(raw_later), math.inf).verdict
 

@@ -57,9 +57,9 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
         )
     write_json(out / "audit.json", _document(done, reading, asked))
     digest = hashlib.sha256((out / "audit.json").read_bytes()).hexdigest()
-    print_verdict(done.verdict, asked.name, _rows(done, reading, asked), _notes(done, reading, asked), console)
     page = out / "audit.html"
     code = terminal.attempt(str(page), lambda: foreign_page(done, reading, asked, digest).write(page))
+    print_verdict(done.verdict, asked.name, _rows(done, reading, asked), _notes(done, reading, asked), console)
     console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
     return 1 if done.verdict.kind == "refuted" else code
 
