@@ -142,7 +142,8 @@ class _Runs:
 def _in_range(features: FloatArray) -> FloatArray:
     """Scale columns whose numbers float32, in which trees hold them, cannot hold."""
     largest = np.abs(features).max(axis=0, initial=0.0)
-    return features / np.maximum(largest / _LARGEST, 1.0)
+    scaled: FloatArray = features / np.maximum(largest / _LARGEST, 1.0)
+    return scaled
 
 
 def _models(seed: int) -> list[Any]:
