@@ -202,7 +202,7 @@ def test_single_rounds_added_up_are_no_bound() -> None:
     assert rounds.estimate > 1.5 and all(0.8 < bound.value <= 1.0 for bound in rounds.bounds)
     assert found.best == ("", 0.0) and decide(found).kind == "consistent"
     said = decide(found).text
-    assert "above" not in said and said.endswith("lower bound on epsilon is 0, as it is of every learner.")
+    assert "above" not in said and said.endswith("lower bound on epsilon is 0, as it is of anything.")
 
 
 def test_no_noise_is_refuted() -> None:

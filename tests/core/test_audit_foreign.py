@@ -88,6 +88,15 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
     assert done.found.largest == pytest.approx(done.most, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [1e300, 1e-320])
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_are_audited(factor: float) -> None:
+    done = audited(conversations(lambda *run: [factor * each for each in raw_later(*run)], 60))
+
+    assert {bound.guesser for bound in done.found.bounds} == {"logistic regression", "gradient boosting"}
+    assert factor < 1.0 or done.found.largest > 0.0
+
+
 def test_without_a_claim_the_bound_alone_is_told() -> None:
     verdict = audited(conversations(raw_later), math.inf).verdict
 
@@ -457,7 +466,7 @@ def test_noise_of_a_field_that_there_is_not() -> None:
     with pytest.raises(SpecError, match="--noise must name decoded fields, got 'totals'; there are total"):
         examine(conversations(noised, 8), {"totals": FREE}, Levels(0.05, OF_NOISE), np.random.default_rng(0))
     two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
-    with pytest.raises(SpecError, match="the centre of total must be 2 numbers"):
+    with pytest.raises(SpecError, match=r"the centre of total must be 2 finite numbers, got \[1.0, 2.0, 3.0\]"):
         noise_in(conversations(noised, 8), two)
 
 
@@ -470,6 +479,35 @@ def test_noise_with_its_centre_is_consistent_with_few_runs() -> None:
 
     assert known.verdict.kind == "consistent" and "noise whose scale is wrong by" in known.found.reaches[0].text
     assert free.verdict.kind == "inconclusive"
+
+
+@pytest.mark.parametrize("claims", [{"total": CENTRED}, {"total": CENTRED, "other": FREE}])
+def test_claimed_noise_decides_nothing_of_a_field_without_noise_and_centre(claims: dict[str, NoiseClaim]) -> None:
+    """The other field alone loses 1: epsilon is 2. Its noise is right, so the tests fail with probability at most 0.001."""
+    runs = conversations(noised, 60)
+    other = np.random.default_rng(2).laplace(scale=2.0, size=(60, 2, 1))
+    for run, noise in zip(runs, other, strict=True):
+        for each, own in zip(run.messages, noise, strict=True):
+            assert each.decoded is not None
+            each.decoded.fields["other"] = numbers(run.world + own)  # type: ignore[index]
+    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise=claims)
+
+    assert done.verdict.kind == "inconclusive"
+    assert "could not refute" in done.verdict.text or "numbers of other twice as far" in done.verdict.text
+    assert done.noise is not None and done.noise.undecided == ("other",)
+
+
+def test_what_a_client_sends_and_what_stays_the_same_need_no_noise_claim() -> None:
+    runs = conversations(noised, 60)
+    for k, run in enumerate(runs):
+        first = run.messages[0]
+        assert first.decoded is not None
+        first.decoded.fields["version"] = numbers(7.0)  # type: ignore[index]
+        asked = replace(first, method="/a/B", direction="out", decoded=Decoded({"seed": numbers(float(k))}))
+        runs[k] = replace(run, heard=(asked, *run.heard))
+    done = audit_conversations(runs, claim=1.0, confidence=0.999, noise={"total": CENTRED})
+
+    assert done.verdict.kind == "consistent"
 
 
 # ---- whole messages ----------------------------------------------------------------------------------------

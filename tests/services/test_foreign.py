@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_client.cli import app
+from sottovoce_client.lab.foreign import audit as auditing
 from sottovoce_client.lab.foreign.audit import audit_foreign
 from sottovoce_client.lab.foreign.noise_file import load_noise
 from sottovoce_client.lab.foreign.runs import ForeignRequest, RunIs, load_decoder, read_runs
@@ -150,6 +151,34 @@ async def test_claimed_noise_decides_with_few_runs(example: dict[str, Any], tmp_
         told = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
         kinds[file.stem] = told["verdict"]["kind"], told["noise"]["epsilon"]
     assert kinds == {"known": ("consistent", 1.0), "twice": ("refuted", 0.5), "free": ("inconclusive", None)}
+
+
+@pytest.mark.slow
+async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
+    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The correct service is refuted with probability at most 0.0001."""
+    await record(example, tmp_path / "captures", "none", 60)
+    (tmp_path / "known.yaml").write_text(NOISE % "8", encoding="utf-8")
+    asked = ForeignRequest(
+        tmp_path / "captures", "decode:decode", claim=11.0, confidence=0.9999, noise=tmp_path / "known.yaml"
+    )
+    (tmp_path / "amber").mkdir()
+    (tmp_path / "broken").mkdir()
+    assert audit_foreign(asked, tmp_path / "amber") == 0
+    page = (tmp_path / "amber" / "audit.html").read_text(encoding="utf-8")
+    assert re.search(r'class="verdict weak"[^>]*>\s*<strong>Consistent with a weak claim: no violation', page)
+
+    def broken(*_: object) -> None:
+        raise ValueError("no such figure")
+
+    monkeypatch.setattr(auditing, "foreign_page", broken)
+    capsys.readouterr()
+    assert audit_foreign(asked, tmp_path / "broken") == 3
+    out, err = capsys.readouterr()
+    assert "CONSISTENT" in out and "audit.json\n" in out and "audit.html" not in out
+    assert "audit.html could not be made" in err and "ValueError" in err
+    assert [each.name for each in (tmp_path / "broken").iterdir()] == ["audit.json"]
 
 
 @pytest.mark.parametrize(

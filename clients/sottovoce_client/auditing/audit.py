@@ -176,11 +176,11 @@ def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) ->
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     write_json(folder / "audit.json", audit_file(done, name, seed))
     digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
+    page = folder / "audit.html"
+    code = terminal.attempt(str(page), lambda: audit_page(done, name, seed, digest).write(page))
     print_verdict(
         done.verdict, about(done) or "the run", _rows(done), [*_notes(done, seed), *notes], console, done.unproven
     )
-    page = folder / "audit.html"
-    code = terminal.attempt(str(page), lambda: audit_page(done, name, seed, digest).write(page))
     console.out(f"{folder}: audit.json{'' if code else ', audit.html'}", highlight=False)
     return 1 if done.verdict.kind == "refuted" else code
 

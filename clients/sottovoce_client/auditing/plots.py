@@ -57,7 +57,7 @@ def expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatAr
     A fair coin chose the world, so a run of loss L lives in the first one with chance `1 / (1 + e^-L)`, if densities are as
     claimed.
     """
-    chances = 1.0 / (1.0 + np.exp(-totals))
+    chances = np.exp(-np.logaddexp(0.0, -totals))
     first, _ = np.histogram(totals, edges, weights=chances)
     both, _ = np.histogram(totals, edges)
     return first, both - first

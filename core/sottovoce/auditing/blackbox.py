@@ -60,6 +60,10 @@ TESTED = 0.4
 """The share of the runs that classifiers guess: they learn from the others."""
 
 
+_LARGEST = 1e30
+"""Maximum size of the numbers that classifiers are given; float32 ends at 3.4e38."""
+
+
 def tested(runs: int) -> int:
     """How many of so many runs are guessed."""
     return runs - 3 * runs // 5
@@ -113,7 +117,7 @@ def attack(
         SpecError: scikit-learn is not installed.
     """
     learnt, guessed = split(len(worlds), seed)
-    runs = _Runs(varying(views), worlds, learnt, guessed)
+    runs = _Runs({name: _in_range(view) for name, view in varying(views).items()}, worlds, learnt, guessed)
     models = _models(int(seed.generate_state(1)[0]))
     blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
     sklearn = import_extra("sklearn", "scikit-learn", "an audit")
@@ -133,6 +137,13 @@ class _Runs:
     worlds: IntArray
     learnt: IntArray
     guessed: IntArray
+
+
+def _in_range(features: FloatArray) -> FloatArray:
+    """Scale columns whose numbers float32, in which trees hold them, cannot hold."""
+    largest = np.abs(features).max(axis=0, initial=0.0)
+    scaled: FloatArray = features / np.maximum(largest / _LARGEST, 1.0)
+    return scaled
 
 
 def _models(seed: int) -> list[Any]:

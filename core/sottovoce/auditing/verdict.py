@@ -174,9 +174,7 @@ def decide(found: Findings) -> Verdict:
     if not found.paired:
         text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
     elif not above:
-        text += (
-            " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of every learner."
-        )
+        text += " No guess was surely better than chance, so the lower bound on epsilon is 0, as it is of anything."
     weak = found.claim > WEAK_EPSILON
     if weak:
         text += f" That claim is weak: an epsilon above {WEAK_EPSILON:g} rules out almost nothing about a record."

@@ -33,7 +33,7 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
         console: where to print (default: standard output).
 
     Returns:
-        The exit code: 1 if the claim is refuted, else 0.
+        The exit code: 1 if the claim is refuted, else 0, or `terminal.INCOMPLETE` if the page could not be made.
 
     Raises:
         SpecError: the decoder or the file of noise claims cannot be used, or scipy or scikit-learn are not installed.
@@ -57,10 +57,11 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
         )
     write_json(out / "audit.json", _document(done, reading, asked))
     digest = hashlib.sha256((out / "audit.json").read_bytes()).hexdigest()
-    foreign_page(done, reading, asked, digest).write(out / "audit.html")
+    page = out / "audit.html"
+    code = terminal.attempt(str(page), lambda: foreign_page(done, reading, asked, digest).write(page))
     print_verdict(done.verdict, asked.name, _rows(done, reading, asked), _notes(done, reading, asked), console)
-    console.out(f"{out}: audit.json, audit.html", highlight=False)
-    return 1 if done.verdict.kind == "refuted" else 0
+    console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
+    return 1 if done.verdict.kind == "refuted" else code
 
 
 def _document(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> dict[str, Any]:

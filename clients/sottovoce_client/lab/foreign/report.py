@@ -13,6 +13,7 @@ from sottovoce.auditing.blackbox import level, tested
 from sottovoce.auditing.bounds import epsilon_lower_bound
 from sottovoce.lab.foreign.audit import ForeignAudit
 from sottovoce.lab.foreign.power import Power
+from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
 from sottovoce_client.auditing.report import DIGEST_LINES, guesses_table, tests_table
 from sottovoce_client.lab.foreign.runs import ForeignRequest, Reading
@@ -46,6 +47,7 @@ def foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, di
         "asked": asked,
         "name": asked.name,
         "kinds": kinds,
+        "weak_epsilon": WEAK_EPSILON,
         "best_guess": 100.0 / (1.0 + math.exp(-found.claim)),
         "failed_tests": [test for test in found.tests if test.rejects],
         "command": _command(asked),

@@ -122,7 +122,7 @@ def audit_conversations(
     bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
     shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
     guesses = tested(len(kept))
-    decided = noised is not None and not math.isnan(noised.epsilon)  # without a guess
+    decided = noised is not None and noised.decides
     found = Findings(
         runs=len(kept) // 2,
         levels=levels,
@@ -186,14 +186,17 @@ def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | 
     reaches = tuple(power.reaches(guesser, found.claim, runs, found.levels, messages, found.delta))
     if noised is not None and noised.numbers:
         reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
-        if not math.isnan(noised.epsilon):
+        if noised.decides:
             halved = power.finds_half(noised.numbers, found.levels)
             return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
     blind = ""
     if found.needed <= found.runs and not guesser.finds(2.0, runs):
         many = guesser.runs_for(2.0)
         needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
-        blind = "a service with half of its noise" if noised is None else "a record that moves messages twice as far"
+        blind = "a service with half of its noise"
+        if noised is not None:
+            moved = f"numbers of {', '.join(noised.undecided)}" if noised.undecided else "messages"
+            blind = f"a record that moves {moved} twice as far"
         blind = f"{blind} (the best of guessers needs {needed})"
     return replace(found, reaches=reaches, blind=blind)
 

@@ -64,6 +64,7 @@ class NoiseFound:
         shown: some of them as standard Laplace numbers.
         epsilon: of a run, if the noise is what is claimed; not-a-number where centres are not known.
         left_out: fields that were not tested, and why, a sentence each.
+        undecided: fields of answers that differ from run to run, and whose loss the tested noise does not tell: guesses decide.
     """
 
     tests: tuple[Test, ...]
@@ -71,6 +72,12 @@ class NoiseFound:
     shown: FloatArray
     epsilon: float
     left_out: tuple[str, ...]
+    undecided: tuple[str, ...]
+
+    @property
+    def decides(self) -> bool:
+        """Whether the tested noise tells what a run loses, without a guess."""
+        return not math.isnan(self.epsilon) and not self.undecided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,13 +131,25 @@ def examine(
     tests, numbers = _conformance(noise, levels, list(_fits(epsilon, claim, delta)))
     ties = levels.judged("freshness", [_ties(fields, worlds)]) if numbers else ()
     shown = np.concatenate([np.empty(0), *(values[np.isfinite(values)] for values, _ in noise.values())])
+    decided = {name for name, field in fields.items() if field.centres is not None}
     return NoiseFound(
         tests=(*tests, *ties),
         numbers=numbers,
         shown=shown,
         epsilon=epsilon,
         left_out=tuple(left_out),
+        undecided=tuple(name for name in _varying(runs) if name not in decided),
     )
+
+
+def _varying(runs: Sequence[Conversation]) -> Iterator[str]:
+    """Decoded fields of what the service answers whose numbers are not the same in all runs."""
+    answers = {id(each.decoded) for run in runs for each in run.messages if each.direction == "back"}
+    for name, messages in sources(runs).items():
+        short = name.split(" in ", 1)[0]
+        of_message = ([each.fields[short] for _, each in them if id(each) in answers] for them in messages)
+        if any(not np.array_equal(values, them[0], equal_nan=True) for them in of_message for values in them[1:]):
+            yield name
 
 
 # ---- from messages to noise ------------------------------------------------------------------------------------------
@@ -179,12 +198,12 @@ def _before(runs: Sequence[Conversation]) -> dict[int, tuple[Sequence[Decoded], 
 def _numbers(name: str, centre: Any, width: int) -> FloatArray:
     """A centre as so many numbers; one stands for all."""
     try:
-        values: FloatArray = np.zeros(width) + np.asarray(centre, dtype=np.float64).reshape(-1)
+        values: FloatArray = np.asarray(centre, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise SpecError(f"--noise: the centre of {name} must be {width} numbers: {error}") from None
-    if values.shape != (width,) or not np.isfinite(values).all():
-        raise SpecError(f"--noise: the centre of {name} must be {width} finite numbers, got shape {values.shape}")
-    return values
+    if len(values) not in (1, width) or not np.isfinite(values).all():
+        raise SpecError(f"--noise: the centre of {name} must be {width} finite numbers, got {values.tolist()}")
+    return as_floats(np.broadcast_to(values, (width,)))
 
 
 def _coarse(field: _Field) -> float:

@@ -122,8 +122,8 @@ def _by_chance(distinct: FloatArray, counts: IntArray) -> float:
     if above[0] == below[0]:
         return np.inf  # of a single number coincidence is the rule
     upto = counts.cumsum()
-    density = (upto[above] - upto[below]) / (distinct[above] - distinct[below])
-    return float(0.5 * np.sum(counts * density * resolution(distinct)))
+    rounded = resolution(distinct) / (distinct[above] - distinct[below])  # a density of tiny numbers would overflow
+    return float(0.5 * np.sum(counts * (upto[above] - upto[below]) * rounded))
 
 
 def _pair(said: FloatArray) -> tuple[int, int]:
