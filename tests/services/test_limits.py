@@ -214,7 +214,7 @@ async def test_what_refused_calls_have_sent_is_let_go(up: Network) -> None:
         files = {frame.f_code.co_filename for each in kept for frame, _ in traceback.walk_tb(each)}
         assert not [file for file in files if "sottovoce" in file]
         async with asyncio.timeout(PATIENCE_S):
-            while held_by_services(len(sent)):  # a call that was answered may have to end yet
+            while held_by_services(len(sent)):  # noqa: ASYNC110 - an answered call may have to end yet
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
