@@ -2,7 +2,7 @@
 
     python .ci/release.py prepare     # on a clean tree: write the version and its date into the files; prints the version
     python .ci/release.py tag         # commit what `prepare` changed, signed off, and tag it
-    python .ci/release.py last        # print the commit that this version must get on with: the last release
+    python .ci/release.py last        # print the last release, which this version must work with
 
 The topmost heading of CHANGELOG.md, `## 1.2.3 - unreleased`, names the version. Nothing is committed before the checks have
 passed: `git restore .` undoes `prepare`.
@@ -17,10 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HEADING = re.compile(r"^## (\d+\.\d+\.\d+) - (unreleased|\d{4}-\d\d-\d\d)$", re.MULTILINE)
-
-STAND_IN = "e06de330678801214f5e337339de8a1054589bc7"
-"""What is taken for the last release until there is a tag: the newest commit that lacks something which wire and run spec have
-now (live records, counts of a capture's ways). All of it was added: one minor version apart, as a release would be."""
 
 
 def git(*arguments: str) -> str:
@@ -57,15 +53,15 @@ def last_release() -> str | None:
 
 
 def last() -> None:
-    """Print what this version must get on with: the last release, or what stands in for one.
+    """Print the last release.
 
     Raises:
-        SystemExit: this clone does not have it.
+        SystemExit: this clone has none.
     """
-    found = last_release() or STAND_IN
-    if subprocess.run(["git", "cat-file", "-e", f"{found}^{{commit}}"], check=False, capture_output=True).returncode:
-        sys.exit(f"{found} is not in this clone: git fetch --unshallow --tags")
-    print(found)
+    print(
+        last_release()
+        or sys.exit("there is no release yet, or no tag of it in this clone: git fetch --unshallow --tags")
+    )
 
 
 def prepare() -> None:
@@ -81,10 +77,10 @@ def prepare() -> None:
         sys.exit(f"CHANGELOG.md says that {version} was released on {date}: begin a section for the next version")
     if git("tag", "--list", f"v{version}"):
         sys.exit(f"there is a tag v{version} already")
-    before = last_release() or STAND_IN
-    against = f"{git('rev-parse', '--git-common-dir')}#ref={before},subdir=proto"
-    if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
-        sys.exit(f"the wire breaks what {before} can read")
+    if before := last_release():
+        against = f"{git('rev-parse', '--git-common-dir')}#ref={before},subdir=proto"
+        if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
+            sys.exit(f"the wire breaks what {before} can read")
     today = datetime.now(UTC).date().isoformat()
     replaced("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
     replaced("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
