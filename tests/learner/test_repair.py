@@ -164,7 +164,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
     await crew.live(range(ROUNDS))
     out, folder = io.StringIO(), tmp_path / "0"
     verify_ledger(folder, None, Console(file=out, width=160))
-    assert "learner-0: 1 runs" in out.getvalue() and "nothing is lost" in out.getvalue()
+    assert "learner-0: 1 run," in out.getvalue() and "nothing is lost" in out.getvalue()
     (line,) = verify(folder, "learner-0", imports=False)
     assert line.spent == crew.learners[0].status.epsilon_spent
 

@@ -22,7 +22,7 @@ from tests.services.network import PATIENCE_S, Network, network
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/live.md").read_text(encoding="utf-8")
-MODULES = os.path.abspath(given) if (given := os.environ.get("SOTTOVOCE_NODE_MODULES")) else ""
+MODULES = os.path.abspath(given) if (given := os.environ.get("TEST_NODE_MODULES")) else ""
 """Folder `node_modules` that has @grpc/grpc-js and @grpc/proto-loader."""
 NAMES = ["north", "south", "east"]
 
@@ -67,7 +67,7 @@ async def test_the_pages_calls_of_grpcurl_feed_a_learner(tmp_path: Path) -> None
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
 @pytest.mark.skipif(
-    not MODULES, reason="SOTTOVOCE_NODE_MODULES names no node_modules with @grpc/grpc-js and @grpc/proto-loader"
+    not MODULES, reason="TEST_NODE_MODULES names no node_modules with @grpc/grpc-js and @grpc/proto-loader"
 )
 async def test_the_example_in_javascript_feeds_each_record_once_though_it_is_killed(tmp_path: Path) -> None:
     (tmp_path / "node_modules").symlink_to(MODULES)

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.plain import plain
 from sottovoce_client.cli import completing
+from sottovoce_client.entry import is_service
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -86,15 +87,19 @@ _NEAR = 0.75
 """How alike two names are of which one may be meant by the other."""
 
 
-def require_variables(environment: Mapping[str, str]) -> None:
-    """Refuse a variable that is nearly one that is read: as a setting it would be ignored. Of others say so.
+def require_variables(environment: Mapping[str, str]) -> list[str]:
+    """Refuse a variable that is nearly one that is read: as a setting it would be ignored.
 
     Args:
         environment: of the process.
 
+    Returns:
+        Names of other variables that are no settings, and are ignored.
+
     Raises:
         SpecError: a name is nearly that of a setting.
     """
+    others = []
     for name, value in sorted(environment.items()):
         if not name.startswith(_PREFIX) or name in VARIABLES or _SERVICE_LINK.fullmatch(f"{name}={value}"):
             continue
@@ -103,7 +108,8 @@ def require_variables(environment: Mapping[str, str]) -> None:
             raise SpecError(
                 f"the environment variable {plain(name)} is no setting: {_PREFIX}{near[0]} is one; rename it, or unset it"
             )
-        print(f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored", file=sys.stderr)
+        others.append(name)
+    return others
 
 
 class _Sottovoce(TyperGroup):
@@ -115,7 +121,11 @@ class _Sottovoce(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
-            require_variables(os.environ)
+            others = require_variables(os.environ)
+            if not is_service([*ctx._protected_args, *ctx.args]):  # which logs them, perhaps as JSON
+                for name in others:
+                    text = f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored"
+                    print(text, file=sys.stderr)
         try:
             with _ending_in_a_line():
                 return super().invoke(ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -31,6 +32,7 @@ from sottovoce_client.cli.app import (
     eavesdropper_app,
     folder_for,
     real,
+    require_variables,
     results_of,
 )
 
@@ -333,6 +335,8 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str, log_fo
     from sottovoce_rpc.private import keep_private
 
     configure_logs(log_level, log_format)
+    for name in require_variables(os.environ):
+        structlog.get_logger().warning("no setting", variable=name)
     keep_private()
     try:
         with asyncio.Runner(loop_factory=_event_loop()) as runner:
