@@ -655,7 +655,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
 
     monkeypatch.setattr(Session, "_learn", slowly)
     monkeypatch.setattr(Learner, "_obey", deaf)
-    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 2.0}})
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 6.0}})
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 5)
