@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,23 @@ def spec_of() -> RunSpec:
     return small_spec(200, NAMES, clock=clock, capture="relay")
 
 
-async def run(folder: Path, eavesdropper: str, *, kill: bool = False, lose: bool = False) -> tuple[Outcome, bool]:
+@asynccontextmanager
+async def eavesdropping(folder: Path) -> AsyncIterator[str]:
+    """An eavesdropper of one deployment: what it recorded of a learner counts for whoever comes by that name later."""
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
+    try:
+        yield await eavesdropper.start()
+    finally:
+        await eavesdropper.stop()
+
+
+async def run(folder: Path, *, kill: bool = False, lose: bool = False) -> tuple[Outcome, bool]:
+    """`run_by`, with an eavesdropper of its own."""
+    async with eavesdropping(folder) as address:
+        return await run_by(folder, address, kill=kill, lose=lose)
+
+
+async def run_by(folder: Path, eavesdropper: str, *, kill: bool, lose: bool) -> tuple[Outcome, bool]:
     """A run, in the middle of which its coordinator may be killed and started again; and whether the client saw that.
 
     Its state may be lost then, and another client has the run taken up.
@@ -121,14 +137,9 @@ def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
 
 async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_trajectory(tmp_path: Path) -> None:
     """Also where the coordinator's state folder is lost with it."""
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path / "captures"))
-    address = await eavesdropper.start()
-    try:
-        calm, unseen = await run(tmp_path / "calm", address)
-        lost, _ = await run(tmp_path / "lost", address, lose=True)
-        killed, seen = await run(tmp_path / "killed", address, kill=True)
-    finally:
-        await eavesdropper.stop()
+    calm, unseen = await run(tmp_path / "calm")
+    lost, _ = await run(tmp_path / "lost", lose=True)
+    killed, seen = await run(tmp_path / "killed", kill=True)
     assert [(each.state, each.detail) for each in (calm, killed, lost)] == 3 * [("finished", "")]
     assert (unseen, seen) == (False, True)
     assert said(killed) == said(lost) == said(calm)
@@ -165,12 +176,8 @@ async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim:
 
 
 async def run_calmly(folder: Path) -> Outcome:
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
-    address = await eavesdropper.start()
-    try:
+    async with eavesdropping(folder) as address:
         return await run_with_a_death(folder / "calm", address, "--noise-seed", "same")
-    finally:
-        await eavesdropper.stop()
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +189,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize("victim", ["ann", "ben", "cleo"])
 async def test_a_run_survives_the_death_of_a_learner(calm: Outcome, tmp_path: Path, victim: str) -> None:
     """Who opens its streams, who accepts them, and who does both. With the system's noise a round that is drawn again shows."""
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path / "captures"))
-    address = await eavesdropper.start()
-    try:
+    async with eavesdropping(tmp_path / "killed") as address:
         killed = await run_with_a_death(tmp_path / "killed", address, "--noise-seed", "same", victim=victim)
+    async with eavesdropping(tmp_path / "drawn") as address:
         drawn = await run_with_a_death(tmp_path / "drawn", address, victim=victim)
-    finally:
-        await eavesdropper.stop()
     assert [(each.state, each.detail) for each in (calm, killed, drawn)] == 3 * [("finished", "")]
     assert said(killed) == said(calm)
     assert len(said(drawn)) == 3 * 200
