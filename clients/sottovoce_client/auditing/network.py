@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.storage import open_folder
 
-_LET_GO_S, _LOOK_S = 30.0, 0.005
 _MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
 
@@ -165,7 +163,6 @@ async def _all_runs(
             done, failed = done + finished, 0 if finished else failed + 1
             if failed == _MOST_FAILED:
                 raise RunFailed(outcome.detail)
-            await asyncio.to_thread(_forget, folder / "journals", failed=outcome.state == "failed")
             tell(done)
 
 
@@ -178,21 +175,6 @@ def in_turn(plan: AuditPlan) -> list[int]:
     """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
     places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
-
-
-def _forget(journals: Path, *, failed: bool) -> None:
-    """Drop what a run that is over left for the next one: nobody's budget, and more to read for every run to come.
-
-    The last thing that learners do in it is to delete its logs, unless it failed.
-    """
-    until = time.monotonic() + _LET_GO_S
-    while not failed and any(journals.glob("*@*")) and time.monotonic() < until:
-        time.sleep(_LOOK_S)
-    for path in list(journals.glob("*")):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix != ".lock":
-            path.unlink(missing_ok=True)
 
 
 def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
