@@ -27,7 +27,7 @@ _SERVICES = ("coordinator", "learner", "eavesdropper")
 """Commands that serve until they are told to stop, and whose exit code is 0 then."""
 
 
-def is_service(words: list[str]) -> bool:
+def _serves(words: list[str]) -> bool:
     """Whether the words of a command line start a service."""
     command = next((word for word in words if not word.startswith("-")), "")
     return command in _SERVICES and "audit" not in words  # which is a command of the eavesdropper's that ends by itself
@@ -61,7 +61,7 @@ def _interrupt() -> None:
 def main() -> None:
     """The command `sottovoce`. SIGTERM and SIGHUP end it as Ctrl-C does, unless it has a handler of its own."""
     heeded = [number for number, before in _UNTOUCHED.items() if signal.getsignal(number) == before]
-    serves = is_service(sys.argv[1:])
+    serves = _serves(sys.argv[1:])
     for number in heeded:  # while there is nothing yet that could end well, they just end it
         signal.signal(number, _stop if serves else _leave)
     settle()
@@ -82,7 +82,7 @@ def main() -> None:
         if number in heeded:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else as_ctrl_c)
     try:
-        command()
+        command(service=serves)
     except SystemExit as ended:
         if told and ended.code == 128 + signal.SIGINT:
             raise SystemExit(128 + told[0]) from None

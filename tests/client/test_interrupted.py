@@ -187,7 +187,7 @@ async def test_a_service_that_is_told_to_end_while_it_starts_ends_well() -> None
 
 
 def test_a_command_of_the_eavesdropper_that_ends_by_itself_is_no_service() -> None:
-    assert [entry.is_service(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])] == [
+    assert [entry._serves(words) for words in (["eavesdropper"], ["eavesdropper", "audit", "x"], ["run"], [])] == [
         True,
         False,
         False,

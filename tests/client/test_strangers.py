@@ -220,7 +220,7 @@ def test_what_the_doctor_finds_is_text() -> None:
 def test_an_error_is_said_in_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Several problems of a spec are several lines."""
 
-    def fails() -> None:
+    def fails(obj: bool) -> None:
         raise SpecError(f"{HOSTILE}\nand another one")
 
     monkeypatch.setattr(cli, "app", fails)

@@ -75,10 +75,14 @@ app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
 
-def main() -> None:
-    """Run the command; what goes wrong is said in a line and exits with code 2."""
+def main(*, service: bool = False) -> None:
+    """Run the command; print an error in a line and exit with code 2.
+
+    Args:
+        service: whether the command is a service, which writes a log.
+    """
     try:
-        app()
+        app(obj=service)
     except SottovoceError as error:
         print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -21,7 +21,6 @@ from typer.core import TyperGroup
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.plain import plain
 from sottovoce_client.cli import completing
-from sottovoce_client.entry import is_service
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -122,7 +121,7 @@ class _Sottovoce(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         if not {"-h", "--help"} & {*ctx.args, *ctx._protected_args}:
             others = require_variables(os.environ)
-            if not is_service([*ctx._protected_args, *ctx.args]):  # which logs them, perhaps as JSON
+            if not ctx.obj:  # a service logs them, perhaps as JSON
                 for name in others:
                     text = f"sottovoce: the environment variable {plain(name)} is no setting, and is ignored"
                     print(text, file=sys.stderr)
