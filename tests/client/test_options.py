@@ -118,7 +118,7 @@ def test_ctrl_c_before_there_is_anything_to_end_ends_it_in_a_line(tmp_path: Path
 def test_what_needs_more_memory_than_there_is_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def all_of_it() -> None:
+    def all_of_it(*, obj: bool) -> None:
         raise MemoryError
 
     monkeypatch.setattr("sottovoce_client.cli.app", all_of_it)

@@ -29,7 +29,7 @@ NAMES = ["north", "south", "east"]
 
 def page_spec() -> RunSpec:
     """The page's own, with rounds that need no waiting and no end of the budget."""
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(# wards\.yaml\n.*?)```", PAGE, re.DOTALL)
     document = yaml.safe_load(text)
     document |= {"privacy": {}, "clock": {"mode": "paced", "period_s": 0.02}, "durability": "process"}
     return parse_spec(document, imports=False)
