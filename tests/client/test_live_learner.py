@@ -28,7 +28,7 @@ from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec
 from tests.gossip import GOSSIP
 from tests.services.identities import Identities
-from tests.services.network import OPERATOR, Network, network
+from tests.services.network import OPERATOR, PATIENCE_S, Network, network
 
 NAMES = ["ann", "ben"]
 CLOCK = {"mode": "paced", "period_s": 0.01, "deadline_s": 100.0}
@@ -211,7 +211,7 @@ async def test_predictions_need_the_run_to_opt_in(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_is_over_takes_nothing_more(tmp_path: Path) -> None:
-    async with ann_in(tmp_path, spec_of({"features": 2}, rounds=30), patience_s=1.0) as (up, learner):
+    async with ann_in(tmp_path, spec_of({"features": 2}, rounds=30), patience_s=PATIENCE_S) as (up, learner):
         states = [each.state async for each in learner.watch(0.01)]
         assert states[-1] is LearnerState.FINISHED
         with pytest.raises(NotReady, match="is over for this learner"):

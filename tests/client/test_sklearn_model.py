@@ -16,7 +16,7 @@ from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.plain import PlainLearner
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, SECRET, spec_of
-from tests.services.network import network
+from tests.services.network import PATIENCE_S, network
 
 NUMBERS = {"features": 2, "batch_size": 1_000}
 AGES = {"age": {"type": "number", "bounds": [0, 120]}}
@@ -56,7 +56,7 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
         await up.start(spec_of({"features": 2}, rounds=30), 3)
 
         def program(*, told: bool, fails: type[Exception] | None = None) -> None:
-            with connect_learner(up.addresses["ann"], patience_s=1.0) as learner:
+            with connect_learner(up.addresses["ann"], patience_s=PATIENCE_S) as learner:
                 for _ in learner.watch(0.01):
                     pass
                 learner.send(ROWS[:1], [0])
