@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.digests import Digests
 from sottovoce.network.network import Network
-from sottovoce.network.roster import called
+from sottovoce.text import called
 
 _ROUNDING = 1e-9
 """How far an announced weight may be from ours."""

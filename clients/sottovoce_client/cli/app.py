@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 
 if TYPE_CHECKING:

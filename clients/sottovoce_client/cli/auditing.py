@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,

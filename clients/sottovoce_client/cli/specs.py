@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.data.files import import_extra
 from sottovoce.data.known import KnownSource
 from sottovoce.errors import DataError
+from sottovoce.optional import import_extra
 from sottovoce_client.data.unpack import gunzip, untar
 
 Arrays = dict[str, npt.NDArray[Any]]

@@ -21,7 +21,7 @@ from sottovoce.data.labels import alike
 from sottovoce.data.source import DataSpec
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import facts_of
-from sottovoce_client.data.catalogue import known as named
+from sottovoce_client.data.catalogue import require_known
 from sottovoce_client.data.fetch import digest_of
 from sottovoce_client.wording import plural
 
@@ -159,7 +159,7 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
         SpecError: there is no such source.
         DataError: its records are unusable.
     """
-    known = KNOWN.get(source) if Path(source).suffix else named(source)
+    known = KNOWN.get(source) if Path(source).suffix else require_known(source)
     path = find(source, folders) if known else Path(source)
     if known and known.originals and path is None:
         console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce.algorithms.setting import Caveat
+from sottovoce.arrays import AnyArray
 from sottovoce.data import PlacedData
 from sottovoce.data.dataset import read_source
-from sottovoce.data.files import AnyArray, RawTable
+from sottovoce.data.files import RawTable
 from sottovoce.data.labels import map_labels, texts_of
 from sottovoce.losses import Loss
 from sottovoce.spec import RunSpec

@@ -20,10 +20,10 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.fields import NumberLabel
-from sottovoce.data.files import import_extra
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import prepare
+from sottovoce.optional import import_extra
 from sottovoce.running.publication import Publication, publication
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import RunSpec, load_spec

@@ -12,8 +12,8 @@ from typing import Any
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.data.folders import data_folders
 from sottovoce.experiment import Prepared, prepare
-from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_text
 from sottovoce_client.reports.run_report import run_page

@@ -25,12 +25,12 @@ from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
-from sottovoce.network.roster import called
 from sottovoce.privacy.accountant import guarantee as promised_by
 from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
+from sottovoce.text import called
 from sottovoce_client.running.kept import learned_by
 from sottovoce_client.running.measuring import cost, measure
 from sottovoce_client.running.operate import Outcome, has_left

@@ -17,8 +17,8 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
 from sottovoce.network.roster import Absence
-from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress

@@ -43,8 +43,8 @@ from sottovoce.auditing.swaps import peak, search, swaps
 from sottovoce.auditing.twins import Twins, twins
 from sottovoce.auditing.verdict import Findings, Verdict, blamed, decide
 from sottovoce.auditing.views import Features, tables
-from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
+from sottovoce.optional import import_extra
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript

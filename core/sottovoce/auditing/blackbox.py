@@ -14,7 +14,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce.auditing.levels import Levels
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 ROUNDS, WIDTH = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""

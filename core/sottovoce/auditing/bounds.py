@@ -12,7 +12,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.levels import Family
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, Attack
 from sottovoce.auditing.calibration import tilted
 from sottovoce.auditing.levels import Test
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 COLUMNS = 32
 """Features that are ranked at a time."""

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.network.roster import called
 from sottovoce.running.assembly import KEPT, Recent, Versions
+from sottovoce.text import called
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
 

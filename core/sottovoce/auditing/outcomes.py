@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sottovoce.arrays import IntArray
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 UNDER_WAY = 1
 """Runs that an audit which is cut off can leave without a trace: it makes one after the other."""

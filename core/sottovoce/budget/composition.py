@@ -34,9 +34,9 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data import LearnerData
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
+from sottovoce.optional import import_extra
 from sottovoce.privacy.accountant import Accountant
 from sottovoce.privacy.guarantee import Event, Mechanism
 

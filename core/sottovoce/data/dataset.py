@@ -9,22 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats, loses_digits
-from sottovoce.data.cells import normal
+from sottovoce.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce.data.cells import INDEX, is_index, normal
 from sottovoce.data.columns import OTHER_WIDTH, read_cells, read_columns
 from sottovoce.data.encoding import Encoded, Encoder
-from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, import_extra, read_npz
+from sottovoce.data.files import READABLE, SCHEMA_READS, RawTable, read_npz
 from sottovoce.data.folders import VARIABLE, find
-from sottovoce.data.guessing import (
-    DIFFER,
-    IDENTIFIER,
-    INDEX,
-    are_gaps,
-    is_identifier,
-    is_index,
-    may_identify,
-    nearly_all_differ,
-)
+from sottovoce.data.guessing import DIFFER, IDENTIFIER, are_gaps, is_identifier, may_identify, nearly_all_differ
 from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels, texts_of
@@ -33,6 +24,7 @@ from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
+from sottovoce.optional import import_extra
 from sottovoce.registry import LARGEST
 
 

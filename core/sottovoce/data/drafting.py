@@ -14,11 +14,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from sottovoce.data import guessing
 from sottovoce.data.cells import Missing, cells_of, normal
 from sottovoce.data.columns import default_label, require_column
 from sottovoce.data.files import column_called
-from sottovoce.data.guessing import ALWAYS, Drafted, Seen
+from sottovoce.data.guessing import ALWAYS, Drafted, Seen, _draft_feature, _draft_label, _find_gaps
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError
 from sottovoce.explaining import requirement
@@ -120,11 +119,11 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
         )
     label = default_label([*named]) if label is None else normal(label)
     require_column([*named], label, "the label must be one of the columns")
-    missing_values = (*ALWAYS, *guessing.gaps(named.values(), ALWAYS))
+    missing_values = (*ALWAYS, *_find_gaps(named.values(), ALWAYS))
     seen = {name: Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
-    drafted = tuple(guessing.feature(name, each) for name, each in seen.items() if name != label)
+    drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
-    made = Draft(drafted, guessing.label(label, seen[label], called[label]), missing_values)
+    made = Draft(drafted, _draft_label(label, seen[label], called[label]), missing_values)
     if not made.features:
         why = "; ".join(f"{called[each.name]}: {each.why}" for each in made.ignored)
         raise DataError(f"there must be a column to learn from beside the label, and there is none ({why})")

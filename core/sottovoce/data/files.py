@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, as_floats, loses_digits
-from sottovoce.errors import DataError, SpecError, get_extra
+from sottovoce.arrays import AnyArray, FloatArray, as_floats, loses_digits
+from sottovoce.errors import DataError
 from sottovoce.yaml_files import format_of
 
-AnyArray = npt.NDArray[Any]
 SCHEMA_READS = (".csv", ".parquet")
 READABLE = (".npz", *SCHEMA_READS)
 """Suffixes of files of records."""
@@ -68,18 +65,6 @@ def column_called(place: int, name: str | None, header: str | None) -> str:
         header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
     """
     return f"column {place} (counted from 0)" if name is None or header == UNSURE else f"column {name!r}"
-
-
-def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
-    """A module that only an extra installs.
-
-    Raises:
-        SpecError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SpecError(f"{what} needs {package}: {get_extra(extra)}") from None
 
 
 def read_npz(path: Path) -> RawTable:

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sottovoce.data.files import PLACEMENT, UNSURE, import_extra
+from sottovoce.data.files import PLACEMENT, UNSURE
 from sottovoce.errors import DataError
+from sottovoce.optional import import_extra
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _NO_WORD = re.compile(r"#?n/?a|<na>|nan|null|none|[+-]?inf(inity)?")

@@ -12,7 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data.cells import Cells, Flaw, Missing, Other, Plain, day_of, normal, number_of, plain_value
+from sottovoce.data.cells import (
+    CODE,
+    INDEX,
+    Cells,
+    Flaw,
+    Missing,
+    Other,
+    Plain,
+    day_of,
+    is_index,
+    normal,
+    number_of,
+    plain_value,
+)
 from sottovoce.data.labels import alike
 from sottovoce.data.schema import Schema
 from sottovoce.data.typed import LONGEST, BooleanType
@@ -40,12 +53,8 @@ _AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
-_INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
-CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
-"""Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
 _CODE = re.compile(CODE, re.ASCII)
-INDEX, IDENTIFIER = "the index of a pandas table, or a column without a name", "it names records"
-CODES = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
+IDENTIFIER = "it names records"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
 _Field = Mapping[str, Any]
@@ -100,7 +109,7 @@ def _plainly(cells: Cells) -> Iterator[Plain | Other]:
     return map(plain_value, cells.tolist() if isinstance(cells, np.ndarray) else cells)
 
 
-def gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
+def _find_gaps(columns: Iterable[Cells], always: tuple[str, ...]) -> list[str]:
     """What counts as no value in these columns, beside what `always` does."""
     found = set[str]()
     for cells in columns:
@@ -126,11 +135,6 @@ def _is_code(value: Plain | Other) -> bool:
     if isinstance(value, int) and abs(value) > 2**53:
         return value.bit_length() > _MOST_BITS or int(float(value)) != value
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
-
-
-def is_index(name: str) -> bool:
-    """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
-    return _INDEX.fullmatch(normal(name)) is not None
 
 
 def may_identify(name: str) -> bool:
@@ -164,7 +168,7 @@ _Taken = tuple[_Field | None, str]
 """A field, as a schema has it, or None; and why, in words."""
 
 
-def feature(name: str, seen: Seen) -> Drafted:
+def _draft_feature(name: str, seen: Seen) -> Drafted:
     """What a column gives to learn from, if anything."""
     if not seen.values:
         return Drafted(name, None, "no record of the sample has a value")
@@ -175,7 +179,7 @@ def feature(name: str, seen: Seen) -> Drafted:
     return Drafted(name, field, why)
 
 
-def label(name: str, seen: Seen, called: str) -> Drafted:
+def _draft_label(name: str, seen: Seen, called: str) -> Drafted:
     """What a column gives to learn.
 
     Args:

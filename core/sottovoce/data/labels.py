@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.arrays import AnyArray, FloatArray, IntArray, as_floats
 from sottovoce.data.cells import normal
-from sottovoce.data.files import AnyArray
 from sottovoce.data.typed import truth_of
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss

@@ -17,8 +17,9 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.errors import CheckFailed, SpecError, get_extra
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses.loss import Loss, scale_rows
+from sottovoce.optional import get_extra
 from sottovoce.registry import Count, NonNegative, Positive, refuse_code
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from sottovoce.network.graph_files import Edge
 from sottovoce.network.graphs import GraphSequence
 from sottovoce.network.mixing import Mixing
-from sottovoce.network.roster import Mask, Roster, called
+from sottovoce.network.roster import Mask, Roster
 from sottovoce.network.weights import WeightRule
+from sottovoce.text import called
 
 _KEPT = 2_000_000
 """Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""

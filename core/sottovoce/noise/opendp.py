@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import SpecError, get_extra
+from sottovoce.errors import SpecError
 from sottovoce.noise.bitwise import SystemNoise
 from sottovoce.noise.draw import Draw
+from sottovoce.optional import get_extra
 
 
 class OpenDpNoise(SystemNoise):

@@ -15,7 +15,7 @@ import numpy as np
 
 from sottovoce.errors import CaptureError
 from sottovoce.network.network import Network
-from sottovoce.network.roster import called
+from sottovoce.text import called
 
 KEPT = 65_536
 """Messages that are remembered where memory must be bounded: of those said longest ago nothing is known any more, and

@@ -10,9 +10,10 @@ from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Messa
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import DataError
-from sottovoce.network.roster import Mask, Roster, in_short
+from sottovoce.network.roster import Mask, Roster
 from sottovoce.noise import Noise, no_noise
 from sottovoce.noise.draw import Draw
+from sottovoce.text import in_short
 
 StateT = TypeVar("StateT")
 

@@ -26,11 +26,11 @@ import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.data import PlacedData
-from sottovoce.data.files import import_extra
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.roster import Mask
+from sottovoce.optional import import_extra
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import BoolArray, FloatArray
-from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 from sottovoce.network.roster import Attendance
+from sottovoce.optional import import_extra
 from sottovoce.running.late import USED
 
 if TYPE_CHECKING:

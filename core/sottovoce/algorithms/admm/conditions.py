@@ -18,8 +18,8 @@ from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
-from sottovoce.network.roster import called
 from sottovoce.registry import LARGEST, SMALLEST
+from sottovoce.text import called
 
 _FLATTEST = 2.0**-40
 """Of the curvature of all records: the local problem must have as much of its own."""

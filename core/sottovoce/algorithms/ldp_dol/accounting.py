@@ -25,8 +25,9 @@ from sottovoce.algorithms.ldp_dol.sensitivity import (
     require_mode,
 )
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import SpecError, get_extra
+from sottovoce.errors import SpecError
 from sottovoce.noise import grid
+from sottovoce.optional import get_extra
 from sottovoce.privacy.accountant import FirstRecord
 from sottovoce.privacy.guarantee import Grounds, Mechanism
 from sottovoce.privacy.regularity import Regularity

@@ -21,11 +21,11 @@ from sottovoce.auditing.conversation import Conversation
 from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
 from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.views import decoded, timing, views
-from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.leaks import Leak, leaks
 from sottovoce.lab.foreign.repeats import Sign, signs
+from sottovoce.optional import import_extra
 
 if TYPE_CHECKING:
     from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound

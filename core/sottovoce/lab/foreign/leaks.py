@@ -12,7 +12,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.conversation import Conversation
 from sottovoce.auditing.views import CHANNEL, decoded, sources, thing_at
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 _CLEAR = 4.0
 """Standard errors by which an AUC must differ from 1/2 where a classifier has told the worlds apart."""

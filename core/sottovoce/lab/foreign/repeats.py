@@ -15,9 +15,9 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conversation import Conversation, Overheard
 from sottovoce.auditing.views import decoded
-from sottovoce.data.files import import_extra
 from sottovoce.lab.foreign.leaks import message_names
 from sottovoce.lab.foreign.resolution import resolution
+from sottovoce.optional import import_extra
 from sottovoce.running.assembly import Versions
 
 _CHANCE = 1e-6
