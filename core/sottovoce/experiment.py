@@ -19,7 +19,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain, short
 from sottovoce.privacy.guarantee import Guarantee, overall

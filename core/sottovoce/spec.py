@@ -28,8 +28,7 @@ from pydantic import (
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.data.files import READABLE
-from sottovoce.data.schema import Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain

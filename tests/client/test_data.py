@@ -23,16 +23,15 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import read_source
 from sottovoce.data.files import RawTable, read_npz
 from sottovoce.data.known import KNOWN, KnownSource, Original
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
-from sottovoce_client.data.convert import convert
-from sottovoce_client.data.describe import classes_of, example
+from sottovoce_client.data.catalogue import classes_of, example
+from sottovoce_client.data.convert import convert, gunzip, untar, unzip
 from sottovoce_client.data.fetch import Fetched, digest_of
 from sottovoce_client.data.fetch import fetch as bring
-from sottovoce_client.data.unpack import gunzip, untar, unzip
 from tests.originals import idx, rebuilt
 
 pytest.importorskip("pooch")

@@ -22,8 +22,7 @@ from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import load_dataset
 from sottovoce.data.columns import read_cells, read_columns
 from sottovoce.data.encoding import UNDECLARED, Encoded, Encoder
-from sottovoce.data.schema import MOST_FEATURES, Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import MOST_FEATURES, DataSpec, Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, load, prepare
 from sottovoce.lab.watch.canaries import draw

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData, check_batch
-from sottovoce.data.labels import map_labels
+from sottovoce.data.encoding import map_labels
 from sottovoce.errors import CheckFailed, DataError, SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.losses.logistic import Logistic

@@ -19,7 +19,7 @@ PAGES = {
     "sottovoce.algorithms.follow_the_leader": "pd-ftgl.md",
     "sottovoce.algorithms.dual_averaging": "dpsda.md",
     "sottovoce.losses.torch": "torch.md",
-    "sottovoce.data.schema": "schema.md",
+    "sottovoce.data.spec": "schema.md",
     "sottovoce.data.fields": "schema.md",
 }
 """Where fields stand that docs/spec.md leaves to another page, by the module of their section."""

@@ -26,7 +26,7 @@ from sottovoce.auditing.swaps import as_placed, mirrored
 from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data.encoding import Encoder
-from sottovoce.data.schema import Schema
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel

@@ -302,7 +302,7 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.lab.gallery.gallery import gallery as show
     from sottovoce_client.lab.gallery.gallery import gallery_of

@@ -20,7 +20,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.fields import NumberLabel
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.optional import import_extra

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.running.publication import Publication
 from sottovoce.running.transcript import parquet

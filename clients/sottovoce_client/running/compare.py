@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from sottovoce.budget.composition import dearest_record, record_losses
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise

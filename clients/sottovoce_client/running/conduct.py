@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.algorithms.per_learner import spread
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import RunSpec, dump_spec
 from sottovoce.text import plain

@@ -11,7 +11,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.simulated import BYTES, Share, children, overhear
 from sottovoce.auditing.worlds import Worlds, told
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.schema import Schema
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Losses

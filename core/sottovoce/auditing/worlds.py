@@ -9,7 +9,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.check import check_batch
+from sottovoce.data.dataset import check_batch
 from sottovoce.errors import DataError
 from sottovoce.losses import Loss
 from sottovoce.privacy.guarantee import Guarantee, joint

@@ -11,7 +11,7 @@ import numpy as np
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import Dataset
-from sottovoce.data.labels import alike
+from sottovoce.data.encoding import alike
 from sottovoce.data.schedule import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.running.run import Run, build_run, first_round_above, format_above
