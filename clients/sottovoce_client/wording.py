@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sottovoce.auditing.levels import LEAST_CHANCE
+from sottovoce.auditing.bounds import LEAST_CHANCE
 from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.conversation import digest
+from sottovoce.auditing.views import digest
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
 from sottovoce.network.roster import names_of

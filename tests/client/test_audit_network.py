@@ -21,8 +21,8 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import find, from_captures
-from sottovoce_client.auditing.ledger import LedgerWriter
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
+from sottovoce_client.auditing.worlds import LedgerWriter
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder

@@ -12,11 +12,11 @@ from scipy.stats import binom
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.calibration import calibration, tilted
+from sottovoce.auditing.channel_tests import calibration, tilted
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.simulated import overhear, shares
 from sottovoce.auditing.verdict import decide
+from sottovoce.auditing.worlds import overhear, shares
 from sottovoce.noise import Noise, SeededNoise
 from tests.claims import SETUPS, Times
 from tests.examples import made_up

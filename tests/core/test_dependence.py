@@ -17,8 +17,11 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.auditing.bounds import Levels, Test
+from sottovoce.auditing.conformance.battery import Dependence
 from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.chances import (
+from sottovoce.auditing.conformance.lags import Lags
+from sottovoce.auditing.conformance.p_values import (
     correlation_p,
     largest_law,
     log_products,
@@ -27,11 +30,8 @@ from sottovoce.auditing.conformance.chances import (
     smallest_p,
     tracy_widom_p,
 )
-from sottovoce.auditing.conformance.dependence import Dependence
-from sottovoce.auditing.conformance.gram import Gram, all_pairs_p
-from sottovoce.auditing.conformance.lags import Lags
+from sottovoce.auditing.conformance.pairs import Gram, all_pairs_p
 from sottovoce.auditing.conformance.regressors import TYPICAL, clipped
-from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 

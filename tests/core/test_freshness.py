@@ -15,10 +15,9 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.bounds import Levels, Test
 from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.freshness import EQUAL, LARGEST, Freshness
-from sottovoce.auditing.conformance.keys import COPIES, Keys, Ties, mixed, paired
-from sottovoce.auditing.levels import Levels, Test
+from sottovoce.auditing.conformance.freshness import COPIES, EQUAL, LARGEST, Freshness, Keys, Ties, mixed, paired
 from sottovoce.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 

@@ -19,8 +19,7 @@ from rich.text import Text
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, Coins, audit_simulated
 from sottovoce.auditing.blackbox import VIEWS
-from sottovoce.auditing.bounds import Bound, runs_needed
-from sottovoce.auditing.levels import Family
+from sottovoce.auditing.bounds import Bound, Family, runs_needed
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.swaps import as_placed, mirrored
 from sottovoce.auditing.verdict import Findings, Verdict, decide
@@ -31,8 +30,7 @@ from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
-from sottovoce_client.auditing.document import audit_file
-from sottovoce_client.auditing.report import COINS, about, audit_page
+from sottovoce_client.auditing.report import COINS, about, audit_file, audit_page
 from sottovoce_client.backends import Mapper
 from sottovoce_client.counting import counted
 from sottovoce_client.documents import write_json

@@ -229,7 +229,7 @@ def _made(
 
     try:
         if on == "wiretap":
-            from sottovoce_client.auditing.ciphertext import audit_ciphertext_to
+            from sottovoce_client.auditing.network import audit_ciphertext_to
 
             code = audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
         else:
@@ -268,7 +268,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import show
     from sottovoce_client.auditing.captures import audit_of, earlier
-    from sottovoce_client.auditing.ciphertext import audit_ciphertext, show_ciphertext
+    from sottovoce_client.auditing.network import audit_ciphertext, show_ciphertext
 
     console = terminal.console()
     with terminal.bar("reading captures") as say:

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.conversation import digest
+from sottovoce.auditing.views import digest
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.optional import import_extra
 from sottovoce.running.transcript import COLUMNS, parquet

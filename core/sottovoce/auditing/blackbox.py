@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
-from sottovoce.auditing.levels import Levels
+from sottovoce.auditing.bounds import Bound, Levels, epsilon_lower_bound
 from sottovoce.optional import import_extra
 
 ROUNDS, WIDTH = 16, 128

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import BYTES, Share, children, overhear
-from sottovoce.auditing.worlds import Worlds, told
+from sottovoce.auditing.worlds import BYTES, Share, Worlds, children, overhear, told
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError

@@ -21,7 +21,7 @@ from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
-from sottovoce_client.auditing.promise import TAKEN, require_promised
+from sottovoce_client.auditing.started import TAKEN, require_promised
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper

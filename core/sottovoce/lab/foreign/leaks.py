@@ -10,8 +10,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.conversation import Conversation
-from sottovoce.auditing.views import CHANNEL, decoded, sources, thing_at
+from sottovoce.auditing.views import CHANNEL, Conversation, decoded, sources, thing_at
 from sottovoce.optional import import_extra
 
 _CLEAR = 4.0

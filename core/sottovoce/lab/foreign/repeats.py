@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conversation import Conversation, Overheard
-from sottovoce.auditing.views import decoded
+from sottovoce.auditing.views import Conversation, Overheard, decoded
 from sottovoce.lab.foreign.leaks import message_names
 from sottovoce.lab.foreign.resolution import resolution
 from sottovoce.optional import import_extra

@@ -14,7 +14,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import Share, children, overhear
+from sottovoce.auditing.worlds import Share, children, overhear
 from sottovoce.errors import SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import Draw, Law, Noise, SeededNoise, no_noise

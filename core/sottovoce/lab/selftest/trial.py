@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.auditing.levels import SHARES
+from sottovoce.auditing.bounds import SHARES
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Share
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import features
+from sottovoce.auditing.worlds import Share
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.bases import BASES, Base
