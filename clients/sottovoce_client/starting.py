@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from sottovoce.budget.calibration import epsilons
-from sottovoce.budget.first_spec import ROUNDS, first_spec
+from sottovoce.budget.calibration import ROUNDS, epsilons, first_spec
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import default_label, read_cells, require_column, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source, require_source

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sottovoce.auditing.bounds import LEAST_CHANCE
 from sottovoce.network.roster import Absence
-from sottovoce.running.late import Lateness
+from sottovoce.running.participation import Lateness
 
 NOTHING = "–"
 ALONE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"

@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from sottovoce.errors import NotFound, NotReady, SottovoceError, Unavailable
-from sottovoce.running.amending import with_learner, without
+from sottovoce.running.participation import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
 from sottovoce.text import in_short

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from sottovoce.network.digests import Digests
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Digests
 from sottovoce.network.roster import Attendance
+from sottovoce.network.weights import Mixing
 from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock

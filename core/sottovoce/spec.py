@@ -26,14 +26,14 @@ from pydantic import (
 )
 
 from sottovoce.algorithms import AnyAlgorithm
-from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import spread
 from sottovoce.data.files import READABLE
 from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain
 from sottovoce.losses import AnyLoss
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
 from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section

@@ -17,8 +17,7 @@ from sottovoce.auditing.views import digest
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
 from sottovoce.network.roster import names_of
-from sottovoce.running.assembly import Assembly
-from sottovoce.running.transcript import Transcript
+from sottovoce.running.transcript import Assembly, Transcript
 from sottovoce.text import called, plain
 from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE

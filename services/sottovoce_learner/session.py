@@ -21,7 +21,7 @@ from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, SpecError, Unavailable
 from sottovoce.noise import Noise
-from sottovoce.running.late import USED, used_field
+from sottovoce.running.participation import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
 from sottovoce.text import called, in_short

@@ -21,7 +21,7 @@ from sottovoce.data.encoding import Encoder
 from sottovoce.data.live import LiveRecords
 from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.errors import DataError, SottovoceError, SpecError
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.running.cautions import cautions
 from sottovoce.running.placement import place
 from sottovoce.spec import load_schema, parse_spec

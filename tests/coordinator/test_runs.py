@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce.network.graphs import Edges
-from sottovoce.network.mixing import digest_of
+from sottovoce.network.weights import digest_of
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing

@@ -21,9 +21,8 @@ from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import MarginLoss
-from sottovoce.losses.hinge import SmoothedHinge
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.margin import sigmoid
+from sottovoce.losses.linear import Logistic, SmoothedHinge
+from sottovoce.losses.loss import sigmoid
 from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run

@@ -14,11 +14,8 @@ from sottovoce.data import Dataset, load_dataset
 from sottovoce.data.known import KNOWN, cache_folder, data_folders
 from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.hinge import Hinge
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
 from sottovoce.losses.loss import Loss
-from sottovoce.losses.quadratic import LeastSquares, Ridge
-from sottovoce.losses.softmax import Softmax
 
 pytestmark = pytest.mark.each
 

@@ -20,8 +20,7 @@ from sottovoce.data.encoding import Encoder
 from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Ridge, Softmax
 from sottovoce.spec import load_schema
 
 pytestmark = pytest.mark.each

@@ -22,8 +22,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.noise import grid
 from sottovoce.privacy.accountant import Accountant, guarantee
-from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, ThreatModel
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)

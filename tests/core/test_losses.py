@@ -19,14 +19,22 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import AnyLoss, Loss, MarginLoss, mean_gradient, scale_rows
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
 from sottovoce.losses.history import start_history
-from sottovoce.losses.logistic import Logistic, PassGlm, chebyshev
-from sottovoce.losses.margin import sigmoid
-from sottovoce.losses.quadratic import LeastSquares, Quadratic, Ridge, Squared
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import (
+    Hinge,
+    LeastSquares,
+    Logistic,
+    PassGlm,
+    Quadratic,
+    Ridge,
+    SmoothedHinge,
+    Softmax,
+    Squared,
+    chebyshev,
+)
+from sottovoce.losses.loss import sigmoid
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.regularity import regularity_of
+from sottovoce.privacy.guarantee import regularity_of
 from sottovoce.running.replay import replay
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript

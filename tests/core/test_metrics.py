@@ -17,7 +17,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running import metrics
 from sottovoce.running.metrics import Curves, Metrics, Objective, checkpoints

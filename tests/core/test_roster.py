@@ -24,15 +24,14 @@ from sottovoce.experiment import Experiment
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.lab.watch.canaries import CanaryTest, draw
 from sottovoce.lab.watch.watch import Watch
-from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Mask, Roster
 from sottovoce.network.topology import Topology
+from sottovoce.network.weights import Mixing
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.privacy.regularity import regularity_of
-from sottovoce.running.amending import require_amendment, with_learner, without
+from sottovoce.privacy.guarantee import ThreatModel, regularity_of
 from sottovoce.running.metrics import Metrics
+from sottovoce.running.participation import require_amendment, with_learner, without
 from sottovoce.running.placement import place
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run

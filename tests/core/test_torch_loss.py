@@ -17,8 +17,7 @@ from sottovoce.data import LearnerData, PlacedData, check_batch
 from sottovoce.data.encoding import map_labels
 from sottovoce.errors import CheckFailed, DataError, SpecError
 from sottovoce.losses import mean_gradient
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay

@@ -16,7 +16,7 @@ import pytest
 from sottovoce.errors import CaptureError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.amending import require_amendment
+from sottovoce.running.participation import require_amendment
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate

@@ -29,9 +29,7 @@ from sottovoce.data.files import RawTable
 from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, Ridge, Softmax
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import constant_note

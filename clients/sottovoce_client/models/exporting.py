@@ -24,7 +24,7 @@ from sottovoce.data.known import data_folders
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.optional import import_extra
-from sottovoce.running.publication import Publication, publication
+from sottovoce.running.run import Publication, publication
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import RunSpec, load_spec
 from sottovoce_client.documents import new_file

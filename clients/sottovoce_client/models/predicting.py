@@ -12,7 +12,7 @@ import numpy as np
 
 from sottovoce.data.known import data_folders
 from sottovoce.errors import SpecError
-from sottovoce.running.publication import Publication
+from sottovoce.running.run import Publication
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import RunSpec
 from sottovoce.table import Table

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import spread
 from sottovoce.data.known import data_folders
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import RunSpec, dump_spec

@@ -19,14 +19,11 @@ from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.experiment import Prepared
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import Squared
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Hinge, Logistic, PassGlm, SmoothedHinge, Softmax, Squared
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
 from sottovoce.privacy.accountant import guarantee as promised_by
-from sottovoce.running.late import USED, lateness
+from sottovoce.running.participation import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec

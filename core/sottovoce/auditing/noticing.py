@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.running.assembly import KEPT, Recent, Versions
+from sottovoce.running.transcript import KEPT, Recent, Versions
 from sottovoce.text import called
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]

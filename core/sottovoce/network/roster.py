@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import NonNegativeInt, model_validator
 
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.weights import Mixing
 from sottovoce.registry import Count, Section
 
 Mask = npt.NDArray[np.bool_]

@@ -19,7 +19,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, stack
 from sottovoce.errors import CaptureError
 from sottovoce.noise import Noise, no_noise
-from sottovoce.running.away import go_on_alone
+from sottovoce.running.participation import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.text import called

@@ -17,8 +17,8 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
-from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run, build_run
+from sottovoce.running.transcript import KEPT, Assembly
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.auditing.started import TAKEN, require_promised

@@ -29,8 +29,7 @@ from sottovoce.errors import SpecError
 from sottovoce.noise import grid
 from sottovoce.optional import get_extra
 from sottovoce.privacy.accountant import FirstRecord
-from sottovoce.privacy.guarantee import Grounds, Mechanism
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Grounds, Mechanism, Regularity
 
 _LONGEST_HEAD = 2**20
 """Rounds after which `infinite_horizon` gives up looking for the start of its tail."""

@@ -17,7 +17,7 @@ from sottovoce.auditing.views import Conversation, Overheard, decoded
 from sottovoce.lab.foreign.leaks import message_names
 from sottovoce.lab.foreign.resolution import resolution
 from sottovoce.optional import import_extra
-from sottovoce.running.assembly import Versions
+from sottovoce.running.transcript import Versions
 
 _CHANCE = 1e-6
 """Coincidences less likely than this are reported."""

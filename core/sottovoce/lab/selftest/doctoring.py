@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.algorithms.interface import OnLattice
-from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import spread
 from sottovoce.auditing.noticing import Expected, Noticing, Said
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.worlds import Share, overhear
