@@ -127,7 +127,7 @@ class RunBook:
         self.digests = Digests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.first = [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
-        self.lost = {self.index[each.learner] for each in spec.absences or () if each.unheard}
+        self.lost = {self.index[each.learner] for each in spec.absences if each.unheard}
 
     def amend(self, run: Run) -> None:
         """Learners leave or join; all who are told go on anew."""

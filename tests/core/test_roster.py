@@ -298,7 +298,7 @@ def test_a_transcript_tells_no_more_than_is_promised(name: str) -> None:
 def test_who_is_never_there_changes_nothing_for_the_others(name: str) -> None:
     """The run of all but the last one is the same with it away as without it."""
     spec = of_algorithm(name, [{"learner": "dora"}])
-    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": None}, imports=True)
+    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": []}, imports=True)
     data = made_up(spec)
     recorder = Recorder(SeededNoise(2))
     expected = heard_with(
@@ -480,7 +480,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
 def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
     """As in a run that is planned to end then: by single records in all of their uses, too."""
     gone = {"data": {"reuse": True}, "absences": [{"learner": "ben", "first_round": 8}]}
-    run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": None, "rounds": 8}))
+    run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": (), "rounds": 8}))
     own, until = (made_up(each.spec, records=5).learners[1] for each in (run, short))
     assert run.attendance(1).end == 8
     records = record_losses(run.algorithm.accountant(1), own, 8)

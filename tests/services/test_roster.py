@@ -150,7 +150,7 @@ async def test_who_died_goes_on_from_its_log_with_absences(tmp_path: Path, name:
 
 # ---- leaving and joining a run under way -----------------------------------------------------------------------------
 
-OPEN = {"topology": COMPLETE, "absences": None, "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
+OPEN = {"topology": COMPLETE, "absences": (), "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
 
 
 async def ask(up: Network, name: str, request: Any) -> coordinator_pb2.Run:
@@ -195,7 +195,7 @@ async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
 
 async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     spec = small_spec(**{**PLACE, **OPEN, "absences": [{"learner": "dora"}]})
-    everybody = spec.model_copy(update={"absences": None})
+    everybody = spec.model_copy(update={"absences": ()})
     noise, _ = noise_for(build_run(everybody, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec), place=made_up))
@@ -377,7 +377,7 @@ def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) 
 
 async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
     """It has passed over rounds that it is told of again."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)
@@ -391,7 +391,7 @@ async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cleo", "dora"])
 async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: str) -> None:
     """Who pauses itself, or another one: that has learned of the last round that it said, too."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)

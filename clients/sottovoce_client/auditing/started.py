@@ -85,7 +85,7 @@ def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
     kept = spec if network else spec.model_copy(update={"topology": type(spec.topology)()})
     document = as_audited(kept).model_dump(mode="json")
     source = document["data"]["source"]
-    return {**document, "absences": None, "data": {**document["data"], "source": PurePath(str(source)).name}}
+    return {**document, "absences": [], "data": {**document["data"], "source": PurePath(str(source)).name}}
 
 
 def difference(one: Any, other: Any) -> str | None:

@@ -75,7 +75,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
     if outcome.state != "failed" and (spec.endless or outcome.detail not in TOLD):
-        if (outcome.absences or ()) != (spec.absences or ()):
+        if outcome.absences != spec.absences:
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"

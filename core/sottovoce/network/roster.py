@@ -100,7 +100,7 @@ class Roster:
         Raises:
             ValueError, TypeError, KeyError: it was not.
         """
-        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences") or ()])
+        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences", ())])
 
     def is_there(self, learner: int, t: int) -> bool:
         """Does it take part in the round?"""

@@ -108,8 +108,8 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
     """
     if spec.roster.attendance(spec.names.index(learner), spec.rounds).end <= t and not unheard:
         raise NotReady(f"{learner} is away from round {t} on as it is")
-    others = [each for each in spec.absences or () if each.learner != learner]
-    own = sorted((each for each in spec.absences or () if each.learner == learner), key=lambda each: each.first_round)
+    others = [each for each in spec.absences if each.learner != learner]
+    own = sorted((each for each in spec.absences if each.learner == learner), key=lambda each: each.first_round)
     before = [each for each in own if each.first_round < t]
     first = t
     if before and (before[-1].until_round is None or before[-1].until_round >= t):  # it is away then: it stays so
@@ -131,7 +131,7 @@ def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
             "only who has a place in the spec and no round yet joins a run under way "
             f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
         )
-    others = [each for each in spec.absences or () if each.learner != learner]
+    others = [each for each in spec.absences if each.learner != learner]
     own = [Absence(learner=learner, until_round=t)] if t else []
     return _with(spec, [*others, *own])
 
