@@ -26,7 +26,7 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import channel, from_captures, lines_of
+from sottovoce_client.auditing.captures import _from_captures, channel, lines_of
 from sottovoce_client.auditing.network import in_turn
 from sottovoce_client.auditing.started import difference
 from sottovoce_client.auditing.worlds import WORLDS_FILE, pairs_of, worlds_from, write_worlds
@@ -108,7 +108,7 @@ def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked:
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
+    return _from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sottovoce.lab.foreign.audit import audit_conversations
 from sottovoce.spec import load_spec
 from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, find, from_captures
+from sottovoce_client.auditing.captures import _from_captures, audit_of, find
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
 from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
@@ -130,7 +130,7 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of network, and no message"):
-        from_captures(str(out), AuditRequest(), prepare, lambda text: None)
+        _from_captures(str(out), AuditRequest(), prepare, lambda text: None)
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))

@@ -15,7 +15,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing import swaps as swaps_module
 from sottovoce.auditing import worlds as simulated_module
 from sottovoce.auditing.audit import Audit, audit_simulated
-from sottovoce.auditing.blackbox import ROUNDS, WIDTH, attack, number_views, varying
+from sottovoce.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
 from sottovoce.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
 from sottovoce.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
 from sottovoce.auditing.plan import AuditPlan, listener, plan_audit
@@ -435,7 +435,7 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
     seen = hears.seen(part, two, run)
     assert seen.shape == (5, ROUNDS, WIDTH // ROUNDS)
     assert np.array_equal(seen[2, 3], part.transcript.fields["y"][hears.rounds[3], 0, 2, :8])
-    assert varying(number_views(np.zeros((5, 2, 2)))) == {}
+    assert _varying(number_views(np.zeros((5, 2, 2)))) == {}
 
 
 def test_numbers_that_are_nearly_all_zero_are_looked_at_without_an_overflow() -> None:

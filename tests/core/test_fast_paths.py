@@ -103,7 +103,7 @@ def test_a_long_run_is_the_plain_one(changes: dict[str, Any], monkeypatch: pytes
         return [step.after.copy() for t, step in steps if t % 100 == 0 or t == rounds - 1]
 
     fast = every_hundredth()
-    monkeypatch.setattr(loss, "weighted_rows", np.matmul)
+    monkeypatch.setattr(loss, "_weighted_rows", np.matmul)
     monkeypatch.setattr(L2Ball, "project", plain_project)
     monkeypatch.setattr(simulator, "_batches", plain_batches)
     monkeypatch.setattr(HeardByAll, "_sum", plain_sum)
@@ -184,7 +184,7 @@ def test_weighted_rows_are_a_matrix_product(lead: tuple[int, ...], records: int)
     generator = np.random.default_rng(1)
     rows = generator.normal(size=(*lead[:1], records, 5))
     weights = generator.normal(size=(*lead, records)) if len(lead) != 1 else generator.normal(size=(3, 1, records))
-    np.testing.assert_array_equal(loss.weighted_rows(weights, rows), np.matmul(weights, rows))
+    np.testing.assert_array_equal(loss._weighted_rows(weights, rows), np.matmul(weights, rows))
 
 
 @given(vectors(5, 3.0), st.floats(0.1, 10.0))

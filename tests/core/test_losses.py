@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from numpy.polynomial import chebyshev as series
+from numpy.polynomial import _chebyshev as series
 from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import minimize
 from sklearn.datasets import load_iris
@@ -30,7 +30,7 @@ from sottovoce.losses.linear import (
     SmoothedHinge,
     Softmax,
     Squared,
-    chebyshev,
+    _chebyshev,
 )
 from sottovoce.losses.loss import sigmoid
 from sottovoce.noise import SeededNoise
@@ -369,7 +369,7 @@ def test_the_approximation_is_chebyshevs_series(bound: float) -> None:
     first = series.chebfit(nodes, np.logaddexp(0.0, -bound * nodes), 199)[:3]
     constant, linear, square = series.cheb2poly(first)
 
-    assert chebyshev(bound) == pytest.approx((constant, 2 * square / bound**2), rel=1e-9)
+    assert _chebyshev(bound) == pytest.approx((constant, 2 * square / bound**2), rel=1e-9)
     assert linear / bound == pytest.approx(-0.5)
 
 
@@ -405,7 +405,7 @@ def test_numbers_of_the_approximation() -> None:
     assert loss.slope_error == pytest.approx(0.1713283, abs=1e-7)
     assert (loss.smoothness, loss.gradient_error) == (4 * loss.curvature, 2 * loss.slope_error)
     assert loss.gradient_change(3.0) == pytest.approx(loss.curvature * 4 * 3 + 2.0)
-    assert chebyshev(1e-6) == pytest.approx((math.log(2), 0.25), rel=1e-12)
+    assert _chebyshev(1e-6) == pytest.approx((math.log(2), 0.25), rel=1e-12)
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------

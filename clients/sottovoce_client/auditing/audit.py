@@ -291,12 +291,12 @@ def print_verdict(
         console.print(Text(f"also: {more}"))
     if len(verdict.evidence) > _TOLD:
         console.print(Text(f"and {len(verdict.evidence) - _TOLD} more: audit.json"))
-    print_rows(rows, console)
+    _print_rows(rows, console)
     for text in notes:
         console.print(Text(text, style="dim"))
 
 
-def print_rows(rows: Iterable[TableRow], console: Console) -> None:
+def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
     """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
     if console.width < _NARROW:
         for family, what, result, bound, claim in rows:

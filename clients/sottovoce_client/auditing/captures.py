@@ -164,7 +164,7 @@ Ledger = Mapping[int, Entry] | None
 _GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --from ..."
 
 
-def from_captures(
+def _from_captures(
     place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
 ) -> Audit:
     """Audit what was overheard earlier, as `earlier` reads it.

@@ -55,7 +55,7 @@ def require_promised(spec: RunSpec, captures: Sequence[Capture], place: Folder |
         except SpecError as error:
             raise CaptureError(f"{path} lies beside the captures, and cannot be held against them: {error}") from None
         promised = partial(_promised, network=_has_network(found))
-        if where := list(islice(differences(promised(spec), promised(found)), _NAMED)):
+        if where := list(islice(_differences(promised(spec), promised(found)), _NAMED)):
             raise CaptureError(
                 f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(where)}: one of them was "
                 f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --from ..."
@@ -90,14 +90,14 @@ def _promised(spec: RunSpec, *, network: bool) -> dict[str, Any]:
 
 def difference(one: Any, other: Any) -> str | None:
     """The first place where two JSON documents differ, and what stands there; None: nowhere."""
-    return next(differences(one, other), None)
+    return next(_differences(one, other), None)
 
 
-def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
     """All places where two JSON documents differ, and what stands there."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other}, key=lambda key: (key != "name", key)):  # what it is comes before how it is
-            yield from differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+            yield from _differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
     elif one != other:
         yield f"{where or 'all of it'}: {str(one)[:60]} and {str(other)[:60]}"
 

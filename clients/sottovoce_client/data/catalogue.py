@@ -61,13 +61,13 @@ def show(folders: Sequence[Path], console: Console) -> None:
     console.print("to get one that is not here: sottovoce data fetch NAME")
     terminal.tell(
         lambda: [
-            {**facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
+            {**_facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
             for source in KNOWN.values()
         ]
     )
 
 
-def facts_of(source: KnownSource) -> dict[str, Any]:
+def _facts_of(source: KnownSource) -> dict[str, Any]:
     """What is known of a data set before it is here, for programs."""
     names = ("name", "title", "task", "records", "held_out", "features", "classes", "licence", "citation", "page")
     return {name: getattr(source, name) for name in names}
@@ -117,7 +117,7 @@ class Feature:
     most: float
 
 
-def features_of(table: RawTable) -> list[Feature]:
+def _features_of(table: RawTable) -> list[Feature]:
     """The columns of a table; neighbours of one kind and range are one entry."""
     found: list[Feature] = []
     names = table.columns or [str(k) for k in range(table.features.shape[1])]
@@ -228,7 +228,7 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     path = find(source, folders) if known else Path(source)
     if known and known.originals and path is None:
         console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))
-        terminal.tell(lambda: {"source": source, "published": facts_of(known), "file": None})
+        terminal.tell(lambda: {"source": source, "published": _facts_of(known), "file": None})
         return
     table = read_source(DataSpec(source=source, label=label), folders)
     rows = [*_about(known)] if known else [("source", source)]
@@ -247,11 +247,11 @@ def describe(source: str, folders: Sequence[Path], console: Console, label: str 
     terminal.tell(
         lambda: {
             "source": source,
-            "published": None if known is None else facts_of(known),
+            "published": None if known is None else _facts_of(known),
             "file": path,
             "records": len(table.features),
             "held_out": 0 if table.test is None else len(table.test[1]),
-            "features": features_of(table),
+            "features": _features_of(table),
             "classes": None if classes is None else [{"label": text, "records": many} for text, many in classes],
         }
     )
@@ -311,7 +311,7 @@ def _classes(many: int) -> str:
 
 
 def _print_features(table: RawTable, console: Console) -> None:
-    found = features_of(table)
+    found = _features_of(table)
     shown = terminal.table("feature", "kind")
     for head in ("how many", "least", "largest"):
         shown.add_column(head, justify="right")

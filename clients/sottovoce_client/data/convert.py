@@ -56,7 +56,7 @@ def unzip(packed: bytes, member: str, most: int) -> bytes:
         raise DataError("must be a zip archive, and is none, or a broken one") from None
 
 
-def untar(packed: bytes, members: Sequence[str], most: int) -> list[bytes]:
+def _untar(packed: bytes, members: Sequence[str], most: int) -> list[bytes]:
     """Files of a `.tar.gz` archive.
 
     Raises:
@@ -323,7 +323,7 @@ _CIFAR_SHAPE = (3, 32, 32)
 def _cifar10(source: KnownSource, files: Files) -> Arrays:
     """A record is its label and three planes of 32 x 32; pictures become (height, width, colour)."""
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
-    batches = untar(files["cifar-10-binary.tar.gz"], [f"{_CIFAR_FOLDER}/{name}" for name in names], 1 << 28)
+    batches = _untar(files["cifar-10-binary.tar.gz"], [f"{_CIFAR_FOLDER}/{name}" for name in names], 1 << 28)
     records = [np.frombuffer(batch, np.uint8).reshape(-1, 1 + int(np.prod(_CIFAR_SHAPE))) for batch in batches]
 
     def pictures(part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

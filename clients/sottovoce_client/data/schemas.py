@@ -152,15 +152,15 @@ def _fields(schema: Schema) -> Table:
 
 def _facts(encoder: Encoder, spec: RunSpec | None) -> Iterator[tuple[str, str]]:
     schema = encoder.schema
-    yield "label", label_line(encoder)
+    yield "label", _label_line(encoder)
     yield "ignored", _listed(schema.ignored) or NOTHING
     yield "no value", _listed([*map(str, schema.missing_values), "empty text"])
     fields = plural(len(schema.features), "field")
     yield "features", f"{plural(schema.width, 'number')} of {fields}, each within [-1, 1]"
-    yield "l2 norm", norm_line(schema, spec)
+    yield "l2 norm", _norm_line(schema, spec)
 
 
-def label_line(encoder: Encoder) -> str:
+def _label_line(encoder: Encoder) -> str:
     """What is learned: `outcome: 0 is home; 1 is died`."""
     label, values = encoder.schema.label, encoder.values
     if values is None:
@@ -175,11 +175,11 @@ def used_lines(spec: RunSpec, schema: Schema) -> Iterator[str]:
     """What a run makes of its schema: features, what is learned, and of records that are too long."""
     names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
     yield f"features: {_listed(names, 60)}"
-    yield f"label {label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
-    yield f"l2 norm of a record: {norm_line(schema, spec)}"
+    yield f"label {_label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
+    yield f"l2 norm of a record: {_norm_line(schema, spec)}"
 
 
-def norm_line(schema: Schema, spec: RunSpec | None) -> str:
+def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
     """How long a record may be, and what a loss makes of that."""
     fields, intercept = len(schema.features), spec is None or spec.data.intercept
     bound = math.sqrt(fields + intercept)

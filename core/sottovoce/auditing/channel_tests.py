@@ -23,7 +23,7 @@ What else tells the world: every feature of what was heard, by its rank among th
 
 Given all messages, the coin of a run has the chance that its exact loss says, and nothing else depends on it: neither lengths,
 times and metadata, nor how numbers lie beside what their densities say. So the centred rank of any feature, and its square,
-is an instrument of calibration (`tilted`), whatever epsilon is claimed. It finds one feature that tells, where a classifier
+is an instrument of calibration (`_tilted`), whatever epsilon is claimed. It finds one feature that tells, where a classifier
 must learn it and guess above the claim; it bounds no epsilon, and does not replace the classifiers.
 
 What only several features together tell is learned by the classifiers: the rank of what one says of runs that it did not learn
@@ -76,19 +76,19 @@ def calibration(pairs: Iterable[Ratios], where: str = "") -> tuple[Test, ...]:
     of_round, rounds = _worst(total, coins, stretches)
     of_bin, bins = _worst(total, coins, _by_strength(total))
     found = [
-        ("right guesses", "the sign of the loss is right as often as the loss says", tilted(total, coins, sign), True),
-        ("slope", "stronger hints are right more often, as the loss says", tilted(total, coins, finite), True),
+        ("right guesses", "the sign of the loss is right as often as the loss says", _tilted(total, coins, sign), True),
+        ("slope", "stronger hints are right more often, as the loss says", _tilted(total, coins, finite), True),
         (
             "surest wrong guess",
             "no guess is wrong that is as good as certain",
             _surest_wrong(total, coins),
             True,
         ),
-        ("coins", "both worlds come as often as the losses say", tilted(total, coins, np.ones(len(total))), False),
+        ("coins", "both worlds come as often as the losses say", _tilted(total, coins, np.ones(len(total))), False),
         (
             "slope of weak hints",
             "weak hints are right as often as the loss says",
-            tilted(total, coins, np.clip(total, -1.0, 1.0)),
+            _tilted(total, coins, np.clip(total, -1.0, 1.0)),
             False,
         ),
         ("losses of rounds", "the loss of every round says of the coin what it should", (of_round, rounds), False),
@@ -99,7 +99,7 @@ def calibration(pairs: Iterable[Ratios], where: str = "") -> tuple[Test, ...]:
     )
 
 
-def tilted(losses: FloatArray, coins: IntArray, instrument: FloatArray) -> tuple[float, float]:
+def _tilted(losses: FloatArray, coins: IntArray, instrument: FloatArray) -> tuple[float, float]:
     """`sum Y (coin - q)`, and how likely a sum as far from zero is, at most; two-sided.
 
     Runs with an infinite loss have nothing random, and do not count.
@@ -162,7 +162,7 @@ def _chance(losses: FloatArray) -> FloatArray:
 
 def _worst(losses: FloatArray, coins: IntArray, instruments: FloatArray) -> tuple[float, float]:
     """Of many instruments `(runs, many)` the one that fits least: its sum, and its p-value times their number."""
-    each = [tilted(losses, coins, instruments[:, k]) for k in range(instruments.shape[1])]
+    each = [_tilted(losses, coins, instruments[:, k]) for k in range(instruments.shape[1])]
     statistic, p = min(each, key=lambda found: found[1], default=(0.0, 1.0))
     return statistic, min(1.0, p * len(each))
 
@@ -348,7 +348,7 @@ def learned_tests(heard: PairRuns, attacks: Iterable[Attack], where: str = "") -
 
 def _learned(heard: PairRuns, attack: Attack, where: str) -> Test:
     (ranks,) = _ranks(attack.scores[:, None]).T
-    statistic, p = tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
+    statistic, p = _tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
     name, what = attack.bound.guesser, "given the messages, what was learned of other runs does not tell the world"
     return Test(name, what, statistic, p, where, primary=attack.bound.view not in VIEWS, family="black box")
 
@@ -380,7 +380,7 @@ def _worst_feature(
         tried += len(bounds)
         if bounds[k] < least:
             least, most = float(bounds[k]), instruments[:, k]
-    return *tilted(heard.losses, heard.coins, most), tried
+    return *_tilted(heard.losses, heard.coins, most), tried
 
 
 def _ranks_and_squares(ranks: FloatArray) -> FloatArray:

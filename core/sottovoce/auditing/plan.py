@@ -99,7 +99,7 @@ def _published(guarantee: Guarantee) -> IntArray:
     return np.unique(np.linspace(first, len(claim) - 1, ROUNDS).astype(np.int64))
 
 
-def of_decisions(
+def _of_decisions(
     guarantee: Guarantee, run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence
 ) -> Guarantee:
     """What is promised to somebody who sees published decisions.
@@ -287,7 +287,7 @@ def plan_audit(
     def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
         guarantee = each.guarantee(run)
         if threat is ThreatModel.OUTPUT:
-            guarantee = of_decisions(guarantee, run, data, each, own[0])
+            guarantee = _of_decisions(guarantee, run, data, each, own[0])
         claim, made_for = held(guarantee, threat)
         hears = listener(run, each, guarantee, threat, neighbour)
         return AuditPlan(

@@ -95,7 +95,7 @@ class Alike:
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
 
-def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
+def _plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     """In which rounds records are used, one entry for each use, and how many records share such a plan."""
     rounds = np.repeat(np.arange(own.rounds), np.diff(own.offsets))
     by_record = np.argsort(own.order, kind="stable")
@@ -112,7 +112,7 @@ def record_losses(accountant: Accountant, own: LearnerData, end: int | None = No
     that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
     event that replaces all of the learner's records includes all uses.
     """
-    plans = plans_of_use(own)
+    plans = _plans_of_use(own)
     if accountant.event == Event.LEARNER:
         return [Alike(sum(plans.values()), 1, None)]
     exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS

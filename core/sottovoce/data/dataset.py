@@ -61,7 +61,7 @@ _RECORDS, _HELD_OUT = 75_000, 25_000
 _NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
 
 
-def vital_signs() -> RawTable:
+def _vital_signs() -> RawTable:
     """What is measured at made-up bedsides, and whether a patient was worse a day later (1) or not (0).
 
     Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
@@ -169,7 +169,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """The source as a table whose labels are float64 or text."""
     known = KNOWN.get(data.source)
     if known is not None and known.made:
-        return vital_signs()
+        return _vital_signs()
     if known is not None and not known.originals:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)

@@ -87,7 +87,7 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class _Seen:
     """The values of a column.
 
     Attributes:
@@ -101,7 +101,7 @@ class Seen:
     gaps: int
 
     @classmethod
-    def of(cls, cells: Cells, missing: Missing) -> Seen:
+    def of(cls, cells: Cells, missing: Missing) -> _Seen:
         counted = Counter((type(value), value) for value in _plainly(cells))  # by type, too: True is 1
         there = {value: times for value, times in counted.items() if not missing.has(value[1])}
         return cls(tuple(value for _, value in there), tuple(there.values()), len(cells) - sum(there.values()))
@@ -179,7 +179,7 @@ _Taken = tuple[_Field | None, str]
 """A field, as a schema has it, or None; and why, in words."""
 
 
-def _draft_feature(name: str, seen: Seen) -> Drafted:
+def _draft_feature(name: str, seen: _Seen) -> Drafted:
     """What a column gives to learn from, if anything."""
     if not seen.values:
         return Drafted(name, None, "no record of the sample has a value")
@@ -190,7 +190,7 @@ def _draft_feature(name: str, seen: Seen) -> Drafted:
     return Drafted(name, field, why)
 
 
-def _draft_label(name: str, seen: Seen, called: str) -> Drafted:
+def _draft_label(name: str, seen: _Seen, called: str) -> Drafted:
     """What a column gives to learn.
 
     Args:
@@ -218,11 +218,11 @@ def _draft_label(name: str, seen: Seen, called: str) -> Drafted:
     return Drafted(name, field, why)
 
 
-def _missing(seen: Seen) -> str:
+def _missing(seen: _Seen) -> str:
     return f"missing in {seen.gaps:,} of {seen.gaps + seen.records:,}"
 
 
-def _by_name(name: str, seen: Seen) -> _Taken | None:
+def _by_name(name: str, seen: _Seen) -> _Taken | None:
     """Of a column that is called an identifier: a few codes, or whatever names records."""
     if not may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
@@ -236,21 +236,21 @@ def _is_whole(value: Plain | Other) -> bool:
     return isinstance(value, str) if isinstance(number, Flaw) else number.is_integer()
 
 
-def _taken(seen: Seen) -> _Taken:
+def _taken(seen: _Seen) -> _Taken:
     """The type that all values of a column are of."""
     if any(isinstance(value, Other) for value in seen.values):
         return None, "some values are of a kind that no field takes"
     return _boolean(seen) or _number(seen) or _date(seen) or _spoilt(seen) or _words(seen)
 
 
-def _boolean(seen: Seen) -> _Taken | None:
+def _boolean(seen: _Seen) -> _Taken | None:
     found = set(map(BooleanType().parse, seen.values))
     if any(isinstance(each, Flaw) for each in found):
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 
 
-def _classes(seen: Seen) -> _Taken | None:
+def _classes(seen: _Seen) -> _Taken | None:
     """A few whole numbers, as categories."""
     numbers = [number_of(value) for value in seen.values]
     few = len(numbers) <= min(_MOST_CLASSES, seen.records / 2)
@@ -265,7 +265,7 @@ def _classes(seen: Seen) -> _Taken | None:
     return ({"type": "category", "categories": found}, "") if abs(found[0]) <= LARGEST >= abs(found[-1]) else None
 
 
-def _number(seen: Seen) -> _Taken | None:
+def _number(seen: _Seen) -> _Taken | None:
     if not all(map(_is_number, seen.values)):
         return None
     numbers = [number for number in map(number_of, seen.values) if not isinstance(number, Flaw)]
@@ -296,7 +296,7 @@ def _short(number: float) -> float:
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def _date(seen: Seen) -> _Taken | None:
+def _date(seen: _Seen) -> _Taken | None:
     if not all(map(_is_date, seen.values)):
         return None
     days = [int(day) for day in map(day_of, seen.values) if not isinstance(day, Flaw)]
@@ -305,7 +305,7 @@ def _date(seen: Seen) -> _Taken | None:
     return {"type": "date", "bounds": [datetime.date(low.year, 1, 1), ends]}, f"{low} to {high} in the sample"
 
 
-def _spoilt(seen: Seen) -> _Taken | None:
+def _spoilt(seen: _Seen) -> _Taken | None:
     """Numbers or dates, of which some cannot be read as they stand there."""
     if seen.count(_meant_as_number) >= _MOSTLY * seen.records and not any(map(_is_code, seen.values)):
         flaws = Counter[str]()
@@ -326,7 +326,7 @@ def _meant_as_date(value: Plain | Other) -> bool:
     return _is_date(value) or (isinstance(value, str) and _OTHER_DATE.fullmatch(value) is not None)
 
 
-def _words(seen: Seen) -> _Taken:
+def _words(seen: _Seen) -> _Taken:
     if not all(isinstance(value, str) or _is_short_code(value) for value in seen.values):
         return None, "its values are of several kinds"
     words = sorted({str(value) for value in seen.values})
@@ -441,7 +441,7 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
     label = default_label([*named]) if label is None else normal(label)
     require_column([*named], label, "the label must be one of the columns")
     missing_values = (*ALWAYS, *_find_gaps(named.values(), ALWAYS))
-    seen = {name: Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
+    seen = {name: _Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}
     made = Draft(drafted, _draft_label(label, seen[label], called[label]), missing_values)

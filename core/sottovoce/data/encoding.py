@@ -61,7 +61,7 @@ def map_labels(
         known = meant or positive is not None or only in ("0", "1")
         return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
     few = _told(labels, distinct)
-    return class_labels(texts_of(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
+    return _class_labels(texts_of(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
 
 
 def _told(labels: AnyArray, distinct: AnyArray) -> str:
@@ -129,7 +129,7 @@ def class_named(told: str, texts: Sequence[str]) -> str:
     return truths.get(truth_of(told), told) if truths.keys() == {True, False} else told
 
 
-def class_labels(
+def _class_labels(
     classes: Sequence[str],
     loss: Loss,
     positive: tuple[int | str, ...] | None,
@@ -274,7 +274,7 @@ class Encoder:
                 f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
             )
         named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
-        return cls(schema, tuple(class_labels(label.classes, loss, named).tolist()))
+        return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
 
     def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> Encoded:
         """Encode many records.

@@ -169,7 +169,7 @@ class PassGlm(Quadratic):
 
     @property
     def curvature(self) -> float:
-        return chebyshev(self.score_bound)[1]
+        return _chebyshev(self.score_bound)[1]
 
     @property
     def pull(self) -> float:
@@ -193,12 +193,12 @@ class PassGlm(Quadratic):
         return self.curvature * scores + (0.5 - labels)
 
     def value(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
-        constant, curvature = chebyshev(self.score_bound)
+        constant, curvature = _chebyshev(self.score_bound)
         return constant + 0.5 * curvature * scores**2 + (0.5 - labels) * scores
 
 
 @cache
-def chebyshev(bound: float) -> tuple[float, float]:
+def _chebyshev(bound: float) -> tuple[float, float]:
     """Numbers k and c of `log(1 + exp(-s)) ~ k - s/2 + c s^2 / 2`, the Chebyshev expansion on `[-bound, bound]` up to degree 2.
 
     The function is `-s/2` plus the even `f = log(2 cosh(s/2))`, whose coefficients `a_0`, `a_2` are means over a half-circle,

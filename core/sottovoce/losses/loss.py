@@ -199,7 +199,7 @@ class MarginLoss(Loss):
             slopes = slopes * (self.clip_norm / np.maximum(np.abs(slopes) * norms, self.clip_norm))
         if batch.present is not None:
             slopes = slopes * beside(batch.present, theta)
-        return weighted_rows(slopes, batch.features)
+        return _weighted_rows(slopes, batch.features)
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
         return self.value(scores_of(theta, batch.features), beside(batch.labels, theta))
@@ -220,7 +220,7 @@ def scores_of(theta: FloatArray, features: FloatArray) -> FloatArray:
     return scores
 
 
-def weighted_rows(weights: FloatArray, rows: FloatArray) -> FloatArray:
+def _weighted_rows(weights: FloatArray, rows: FloatArray) -> FloatArray:
     """`sum_k weights_k rows_k` over the records; of a single one without a matrix product, which takes longer."""
     if rows.shape[-2] == 1:
         return weights * (rows if weights.ndim == rows.ndim else rows[..., 0, :])

@@ -2,7 +2,7 @@
 
 Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
 which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
-computed outside the network, in float64 (`torch_module.clipped_sum`). The network sees one record at a time, so no record can
+computed outside the network, in float64 (`torch_module`). The network sees one record at a time, so no record can
 change what another one contributes.
 """
 

@@ -68,7 +68,7 @@ def paired(first: Words, second: Words) -> Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Ties:
+class _Ties:
     """Pairs of equal keys: how many there are, how many chance makes on average, and the places of one pair."""
 
     count: int
@@ -86,7 +86,7 @@ class Ties:
         return min(1.0, 2.0 * min(self.p_value, float(special.pdtr(self.count, self.expected))))
 
 
-class Keys:
+class _Keys:
     """A collection of keys, each with a bit that may be left out when they are compared, and the place that it comes from.
 
     Attributes:
@@ -202,7 +202,7 @@ class Keys:
                 words, places = half
         self._kept, self._places, self._count = [words], [places], len(words)
 
-    def ties(self, chance: float, *, with_bit: bool = False, given_kept: bool = False) -> Ties:
+    def ties(self, chance: float, *, with_bit: bool = False, given_kept: bool = False) -> _Ties:
         """Pairs of equal keys.
 
         Args:
@@ -224,7 +224,7 @@ class Keys:
         expected = numbers * (numbers - 1) / 2.0 * (chance / self.share if given_kept else chance * self.share)
         first = int(starts[0]) if count else None
         places = None if first is None else (int(self._places[0][order[first]]), int(self._places[0][order[first + 1]]))
-        return Ties(count, expected, places)
+        return _Ties(count, expected, places)
 
 
 def _below(limit: int, words: Words, places: _Places) -> tuple[Words, _Places]:
@@ -283,8 +283,8 @@ class Freshness(Instrument):
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._some = Keys(_SOME_REPEATS, first=True)
-        self._keys = {kind: Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
+        self._some = _Keys(_SOME_REPEATS, first=True)
+        self._keys = {kind: _Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
         self._said = 0
 
     def expect(self, share: float) -> None:
@@ -390,7 +390,7 @@ class Freshness(Instrument):
         self,
         name: str,
         what: str,
-        ties: Sequence[tuple[str, Ties]],
+        ties: Sequence[tuple[str, _Ties]],
         *,
         primary: bool = False,
         two_sided: bool = False,
@@ -405,7 +405,7 @@ class Freshness(Instrument):
         where = f"{kind}; {least.expected:.3g} expected{self._places(least)}"
         return Test(name, what, least.count, min(1.0, p_value * len(there)), where, primary)
 
-    def _places(self, ties: Ties) -> str:
+    def _places(self, ties: _Ties) -> str:
         if ties.places is None or self._layout is None:
             return ""
         one, other = (self._layout.place(place) for place in ties.places)

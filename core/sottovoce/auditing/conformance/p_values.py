@@ -82,13 +82,13 @@ def correlation_p(rho: FloatArray, samples: FloatArray | IntArray) -> FloatArray
     return found
 
 
-def largest_law(samples: int, columns: int) -> tuple[float, float]:
+def _largest_law(samples: int, columns: int) -> tuple[float, float]:
     """Centre and scale of the largest squared singular value of a normal matrix (Johnstone 2001; Tracy and Widom's law)."""
     a, b = math.sqrt(samples - 0.5), math.sqrt(columns - 0.5)
     return (a + b) ** 2, (a + b) * (1.0 / a + 1.0 / b) ** (1.0 / 3.0)
 
 
-def tracy_widom_p(value: float) -> float:
+def _tracy_widom_p(value: float) -> float:
     """Upper tail of the law for real matrices, by a gamma law (Chiani 2014)."""
     return float(special.gammaincc(46.446, max(0.0, value + 9.84801) / 0.186054))
 
@@ -98,8 +98,8 @@ def largest_p(square: float, samples: int, columns: int) -> float:
 
     A limit law: for 2 to 40 columns and 16 to 1,000 samples it was at most 1.8 times too small, at p-values down to 1e-3.
     """
-    centre, scale = largest_law(samples, columns)
-    return tracy_widom_p((square - centre) / scale)
+    centre, scale = _largest_law(samples, columns)
+    return _tracy_widom_p((square - centre) / scale)
 
 
 def smallest_p(square: float, samples: int, columns: int) -> float:

@@ -28,7 +28,7 @@ _SAMPLES = 16
 _Singles = npt.NDArray[np.float32]
 
 
-class Gram:
+class _Gram:
     """Sums over samples of products of columns.
 
     Attributes:
@@ -50,7 +50,7 @@ class Gram:
             self.counts = there.T @ there
             self.squares = (scores**2).swapaxes(-1, -2) @ there
 
-    def add(self, other: Gram) -> None:
+    def add(self, other: _Gram) -> None:
         """Take in other samples."""
         self.sums = self.sums + other.sums
         self.counts = self.counts + other.counts
@@ -101,7 +101,7 @@ class Gram:
         return np.clip(rho, -1.0, 1.0)
 
 
-def all_pairs_p(total: float, mean: float, variance: float) -> float:
+def _all_pairs_p(total: float, mean: float, variance: float) -> float:
     """Two-sided, of a sum of squared correlations: a gamma law of its mean and variance."""
     shape, scale = mean**2 / variance, variance / mean
     return 2.0 * min(0.5, float(special.gammainc(shape, total / scale)), float(special.gammaincc(shape, total / scale)))
@@ -143,10 +143,10 @@ class _Columns:
         length = math.prod(laid.shape[axis] for axis in self.samples)
         return laid.transpose(*self.samples, *others).reshape(length, -1)
 
-    def gram(self, layout: Layout, block: Block) -> Gram:
+    def gram(self, layout: Layout, block: Block) -> _Gram:
         """Of the runs of a block."""
         scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_sizes)])
-        return Gram(scores, self.of(layout, block.known).astype(np.bool_))
+        return _Gram(scores, self.of(layout, block.known).astype(np.bool_))
 
 
 def _learner_coordinate(layout: Layout, at: int) -> str:
@@ -175,7 +175,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._grams: dict[str, Gram] = {}
+        self._grams: dict[str, _Gram] = {}
         self._runs = _Runs()
 
     def add(self, block: Block) -> None:
@@ -193,7 +193,7 @@ class Pairs:
             self._gather(what, gram)
         self._runs.merge(other._runs)
 
-    def _gather(self, what: str, gram: Gram) -> None:
+    def _gather(self, what: str, gram: _Gram) -> None:
         if what in self._grams:
             self._grams[what].add(gram)
         else:
@@ -243,7 +243,7 @@ def _judged(what: str, found: Mapping[str, list[_Found]], *, primary: bool) -> I
             )
 
 
-def _of(gram: Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
+def _of(gram: _Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
     """What a matrix comes to, by statistic."""
     found: dict[str, list[_Found]] = {statistic: [] for statistic in _SAYS}
     for p_value, _, rho, score, first, second in gram.worst_pair():
@@ -252,7 +252,7 @@ def _of(gram: Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]
     for score, statistic in enumerate((_ALL, _SIZES)):
         total, mean, variance, pairs = gram.all_pairs(score)
         if pairs > _PAIRS:
-            found[statistic].append(_Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
+            found[statistic].append(_Found(_all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
     for score, of in enumerate(_SCORES):
         found[_SPECTRUM] += [_Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
     return found
@@ -269,7 +269,7 @@ class _Runs:
         self._spectrum = _Found(np.inf)
         self._spectra = 0
 
-    def add(self, gram: Gram) -> None:
+    def add(self, gram: _Gram) -> None:
         for p_value, pairs, rho, score, first, second in gram.worst_pair():
             where = f"{_SCORES[score]} of runs {first} and {second} of a block"
             self._worst = min(self._worst, _Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
@@ -297,7 +297,7 @@ class _Runs:
             found[_WORST] = [_Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
         if self._together > len(_SCORES) * _PAIRS:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
-                found[statistic] = [_Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
+                found[statistic] = [_Found(_all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
         if self._spectra:
             least = self._spectrum
             found[_SPECTRUM] = [_Found(least.p_value * self._spectra, least.statistic, least.where)]
