@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from numpy.polynomial import _chebyshev as series
+from numpy.polynomial import chebyshev as series
 from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import minimize
 from sklearn.datasets import load_iris

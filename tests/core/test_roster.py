@@ -71,7 +71,7 @@ def of_algorithm(name: str, absences: Any = ABSENCES, **sections: Any) -> RunSpe
 
 def there_at(spec: RunSpec) -> Mask:
     """`(rounds, learners)`, by the naive definition."""
-    return np.array([[not away(spec.absences or (), name, t) for name in spec.names] for t in range(spec.rounds)])
+    return np.array([[not away(spec.absences, name, t) for name in spec.names] for t in range(spec.rounds)])
 
 
 def away(absences: Any, name: str, t: int) -> bool:
@@ -521,7 +521,7 @@ DROP = {"late": "drop"}
 
 @pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpps", "d-ogd"])
 def test_a_run_may_go_on_without_a_learner_that_is_gone(name: str) -> None:
-    build_run(of_algorithm(name, None, clock=DROP), 3)
+    build_run(of_algorithm(name, (), clock=DROP), 3)
     build_run(of_algorithm(name, clock=DROP), 3)
 
 
@@ -534,7 +534,7 @@ def test_a_run_may_go_on_without_a_learner_that_is_gone(name: str) -> None:
 )
 def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text: str) -> None:
     with pytest.raises(CheckFailed) as failure:
-        build_run(of_algorithm(name, None, clock=DROP), 8)
+        build_run(of_algorithm(name, (), clock=DROP), 8)
     assert failure.value.code == "LATE_DROP"
     assert "cannot go on without a learner that is gone" in str(failure.value) and text in str(failure.value)
     assert "set clock.late to wait" in str(failure.value)
@@ -551,10 +551,10 @@ def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text:
 )
 def test_so_is_dropping_those_that_misbehave(name: str, clock: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckFailed) as failure:
-        build_run(of_algorithm(name, None, clock=clock, misconduct="drop"), 8)
+        build_run(of_algorithm(name, (), clock=clock, misconduct="drop"), 8)
     assert failure.value.code == "MISCONDUCT_DROP"
     assert text in str(failure.value) and "set misconduct to stop" in str(failure.value)
-    build_run(of_algorithm("ldp-dol", None, misconduct="drop"), 8)
+    build_run(of_algorithm("ldp-dol", (), misconduct="drop"), 8)
 
 
 def test_rounds_that_do_not_wait_need_everybody_from_one_round_on() -> None:

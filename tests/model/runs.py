@@ -69,7 +69,7 @@ def absences_of(spec: RunSpec) -> str:
 def run_of(shape: Shape) -> Run:
     """The run itself."""
     clock: dict[str, Any] = {"window": shape.window, "late": shape.late}
-    absences = json.loads(shape.absences) or None
+    absences = json.loads(shape.absences)
     spec = small_spec(shape.rounds, shape.learners, clock=clock, topology={"graph": shape.graph}, absences=absences)
     return build_run(spec, FEATURES)
 

@@ -248,7 +248,7 @@ async def test_who_accuses_falsely_moves_nobody(tmp_path: Path, monkeypatch: pyt
     async with network(tmp_path, NAMES, noise=noise, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
-    assert (outcome.state, outcome.detail, outcome.absences) == ("finished", "", None)
+    assert (outcome.state, outcome.detail, outcome.absences) == ("finished", "", ())
     assert {(by, each.learner) for by, each in known} == {(DORA, 0), (DORA, 1), (DORA, 2)}
     run = build_run(spec, 3)
     np.testing.assert_allclose(transcript_of(outcome, run).fields["y"], said.fields["y"], rtol=1e-9, atol=1e-12)
