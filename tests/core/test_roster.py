@@ -351,7 +351,7 @@ def test_an_absent_learner_goes_on_alone_without_noise() -> None:
 
 
 def test_records_in_a_round_away_are_refused() -> None:
-    everybody = spec_of(None)
+    everybody = spec_of(())
     with pytest.raises(DataError, match="in rounds in which they are away, got some of ben in round 8: place"):
         next(simulate(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
 
@@ -384,7 +384,7 @@ def dataset(records: int = 64, **more: Any) -> Dataset:
 def test_no_records_are_placed_where_a_learner_is_away(reuse: bool, size: Any) -> None:
     """It learns the same ones in the same order, later; who is always there is placed as ever."""
     data = {"batch_size": size, "reuse": reuse, "order": "shuffled"}
-    with_absences, without_any = (place(spec_of(some, data=data), dataset()) for some in (ABSENCES, None))
+    with_absences, without_any = (place(spec_of(some, data=data), dataset()) for some in (ABSENCES, ()))
     there = there_at(spec_of())
     for i, (own, ever) in enumerate(zip(with_absences.learners, without_any.learners, strict=True)):
         assert not np.diff(own.offsets)[~there[:, i]].any()
@@ -434,7 +434,7 @@ def test_a_promise_covers_what_the_books_charge(name: str, batch: int) -> None:
 
 def test_after_the_last_round_nothing_is_charged() -> None:
     run = build_run(spec_of(), 3)
-    always = build_run(spec_of(None), 3).guarantee(1, np.ones(ROUNDS, np.int64))
+    always = build_run(spec_of(()), 3).guarantee(1, np.ones(ROUNDS, np.int64))
     promised = run.guarantee(1)
     assert not promised.per_round[8:].any() and promised.per_round[1:8].all()
     assert promised.epsilon() == promised.epsilon(8) == promised.infinite_horizon < np.inf
@@ -472,7 +472,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     expected[own.end :] = [0.0] * (ROUNDS - own.end)
     # The lattice's term is 3 * 2^-40 at most; of the first record, which is the dearest: it moves states for longest.
     np.testing.assert_allclose(run.guarantee(learner).per_round, expected, rtol=0, atol=1e-10)
-    always = build_run(spec_of(None), 3).guarantee(learner).per_round
+    always = build_run(spec_of(()), 3).guarantee(learner).per_round
     assert not np.allclose(always, run.guarantee(learner).per_round)
 
 
