@@ -21,7 +21,7 @@ from rich.table import Table
 from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import load_dataset
 from sottovoce.noise import SeededNoise
-from sottovoce.running.late import NONE, USED, lateness, on_time
+from sottovoce.running.participation import NONE, USED, lateness, on_time
 from sottovoce.running.placement import place
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate

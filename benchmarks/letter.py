@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce.arrays import Batch
-from sottovoce.data.folders import data_folders, find
+from sottovoce.data.known import data_folders, find
 from sottovoce.errors import SottovoceError
 from sottovoce.experiment import prepare
 from sottovoce.noise import SeededNoise

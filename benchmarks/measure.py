@@ -23,7 +23,8 @@ import psutil
 from bare_ring import SPARSE_FROM
 
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SottovoceError, get_extra
+from sottovoce.errors import SottovoceError
+from sottovoce.optional import get_extra
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.pki import Authority
 from sottovoce_client.running.feeder import feed

@@ -24,8 +24,7 @@ from rich.table import Table
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.audit import rehearsed
 from sottovoce.auditing.blackbox import ROUNDS, attack, number_views
-from sottovoce.auditing.bounds import epsilon_lower_bound, threshold
-from sottovoce.auditing.levels import BLIND, Levels
+from sottovoce.auditing.bounds import BLIND, Levels, epsilon_lower_bound, threshold
 from sottovoce.noise import Draw, SeededNoise, grid, on_grid
 
 ALPHA = 0.05

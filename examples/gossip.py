@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Setting
 from sottovoce.arrays import Batch
 from sottovoce.losses import mean_gradient
 from sottovoce.noise.mechanisms import laplace_density, laplace_loss, say_laplace

@@ -11,10 +11,9 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.bounds import Levels, Test
+from sottovoce.auditing.conformance.block import Block, Instrument
 from sottovoce.auditing.conformance.residuals import ALL
-from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import grid
 
 SCALE = 1.5

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, say_laplace

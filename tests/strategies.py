@@ -9,10 +9,7 @@ from hypothesis.extra import numpy as hnp
 from sottovoce.arrays import FloatArray
 from sottovoce.decision_sets import Block, Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
 from sottovoce.losses import MarginLoss
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import Ridge, Squared
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Hinge, Logistic, PassGlm, Ridge, SmoothedHinge, Softmax, Squared
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""

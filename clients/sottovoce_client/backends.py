@@ -15,8 +15,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce.optional import import_extra
 from sottovoce_rpc.addresses import place_of
 
 Backend = str

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce.errors import DataError, SottovoceError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import count
 from sottovoce_learner.ledger import Ledger

@@ -13,19 +13,18 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from sottovoce.budget.calibration import epsilons
-from sottovoce.budget.first_spec import ROUNDS, first_spec
+from sottovoce.budget.calibration import ROUNDS, epsilons, first_spec
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import default_label, read_cells, require_column, require_names
 from sottovoce.data.dataset import Dataset, load_dataset, read_source, require_source
+from sottovoce.data.encoding import alike, class_named, texts_of
 from sottovoce.data.files import READABLE, RawTable
-from sottovoce.data.labels import alike, class_named, texts_of
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, load_schema, parse_spec
-from sottovoce_client.data.describe import classes_of, constant_note
+from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
 
 Ask = Callable[[str, str], str]

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from sottovoce.plain import plain_lines
+from sottovoce.text import plain_lines
 
 _COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
 _DRAWN_S = 0.1

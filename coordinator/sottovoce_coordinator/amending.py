@@ -14,10 +14,10 @@ from functools import partial
 import structlog
 
 from sottovoce.errors import NotFound, NotReady, SottovoceError, Unavailable
-from sottovoce.network.roster import in_short
-from sottovoce.running.amending import with_learner, without
+from sottovoce.running.participation import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
+from sottovoce.text import in_short
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Members, require_named

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sottovoce.network.roster import in_short
+from sottovoce.text import in_short
 from sottovoce_rpc.waiting import Cause, Waiting
 
 _FEW = 10

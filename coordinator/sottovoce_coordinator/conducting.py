@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from sottovoce.errors import SottovoceError
-from sottovoce.network.roster import in_short
+from sottovoce.text import in_short
 from sottovoce_coordinator.amending import RESTING, Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotFound, NotReady, SpecError
-from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
+from sottovoce.text import in_short
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Sent, Stop

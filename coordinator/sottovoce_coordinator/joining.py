@@ -19,8 +19,8 @@ from sottovoce.errors import (
     StrangerError,
     Unavailable,
 )
-from sottovoce.network.roster import in_short
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce.text import in_short
 from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 from sottovoce_coordinator.runs import missing
 from sottovoce_coordinator.store import Store

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run
+from sottovoce.text import in_short
 from sottovoce_coordinator.joining import Member
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_rpc.directives import Sent

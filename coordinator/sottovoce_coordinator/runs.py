@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from sottovoce.network.digests import Digests
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Digests
 from sottovoce.network.roster import Attendance
+from sottovoce.network.weights import Mixing
 from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
@@ -127,7 +127,7 @@ class RunBook:
         self.digests = Digests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.first = [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
-        self.lost = {self.index[each.learner] for each in spec.absences or () if each.unheard}
+        self.lost = {self.index[each.learner] for each in spec.absences if each.unheard}
 
     def amend(self, run: Run) -> None:
         """Learners leave or join; all who are told go on anew."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+AnyArray = npt.NDArray[Any]
 
 MOST_NUMBERS = 2**27
 """In an array that a plan asks for (1 GiB): beyond it is refused in words, before memory is."""

@@ -46,11 +46,6 @@ class CheckFailed(SpecError):
         self.text = text
 
 
-def get_extra(extra: str) -> str:
-    """How to install a group of optional dependencies: there is no release on a package index yet."""
-    return f"in a clone of the repository, pip install '.[{extra}]'"
-
-
 def require(holds: bool, code: str, text: str) -> None:
     """Refuse a run whose condition `code` does not hold.
 

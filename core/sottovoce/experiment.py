@@ -17,9 +17,9 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from sottovoce.algorithms.setting import Caveat
-from sottovoce.budget.lattice_slack import check_lattice
+from sottovoce.budget.composition import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain, short
 from sottovoce.privacy.guarantee import Guarantee, overall
@@ -144,7 +144,7 @@ class Experiment(RunSpec):
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
 
-    >>> from sottovoce.losses.logistic import Logistic
+    >>> from sottovoce.losses.linear import Logistic
     >>> experiment = Experiment(
     ...     rounds=30,
     ...     learners=["north", "east", "south"],

@@ -26,15 +26,14 @@ from pydantic import (
 )
 
 from sottovoce.algorithms import AnyAlgorithm
-from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import spread
 from sottovoce.data.files import READABLE
-from sottovoce.data.schema import Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.explaining import explain
 from sottovoce.losses import AnyLoss
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
 from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section
@@ -110,9 +109,7 @@ class ClockSpec(Section):
     """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
     four hours."""
 
-    late: Literal["wait", "hold", "drop"] | None = (
-        None  # None, as for wait: what earlier versions wrote stays the same plan
-    )
+    late: Literal["wait", "hold", "drop"] | None = None  # None, as for wait: async has no other policy
     """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
     is used again. drop: the round waits, and the run goes on without a learner that is gone for longer than `deadline_s`."""
     late_s: Seconds | None = None
@@ -171,9 +168,7 @@ class RunSpec(Section):
     loss: AnyLoss = Logistic()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
-    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] | None = (
-        None  # None, as for none: what earlier versions wrote stays the same plan
-    )
+    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] = ()
     """Who is away in which rounds: who joins late, leaves early, or pauses."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
@@ -181,12 +176,8 @@ class RunSpec(Section):
     capture: Literal["relay", "mirror", "wiretap", "none"] = "none"
     """relay: every edge passes through the eavesdropper, which reads it. mirror: learners copy their messages to it. wiretap:
     every edge passes through it as it is, encrypted, and only sizes and times are recorded."""
-    capture_gap: Literal["mark", "fail"] | None = (
-        None  # None, as for mark: what earlier versions wrote stays the same plan
-    )
-    misconduct: Literal["stop", "drop", "clip"] | None = (
-        None  # None, as for stop: what earlier versions wrote stays the same plan
-    )
+    capture_gap: Literal["mark", "fail"] = "mark"
+    misconduct: Literal["stop", "drop", "clip"] = "stop"
     """A neighbour does what no correct one does. stop: the run fails at once. drop: it goes on without a learner that most of its
     neighbours accuse. clip: as stop, and numbers beyond what a correct one can say are clipped before they are used."""
     durability: Literal["process", "power"] = "power"
@@ -226,7 +217,7 @@ class RunSpec(Section):
     @property
     def roster(self) -> Roster:
         """Who is there in which round."""
-        return Roster(self.names, self.absences or ())
+        return Roster(self.names, self.absences)
 
     @field_validator("learners")
     @classmethod
@@ -242,7 +233,7 @@ class RunSpec(Section):
 
     @field_validator("absences")
     @classmethod
-    def _absences_fit(cls, absences: tuple[Absence, ...] | None, before: ValidationInfo) -> tuple[Absence, ...] | None:
+    def _absences_fit(cls, absences: tuple[Absence, ...], before: ValidationInfo) -> tuple[Absence, ...]:
         if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
             check_absences(Roster(names_of(before.data["learners"]), absences), before.data["rounds"])
         return absences

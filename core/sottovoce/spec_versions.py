@@ -1,7 +1,7 @@
-"""Run specs between versions: which format a document is in, and what an older reader leaves out of a newer one.
+"""Run specs between versions: the format of a document, and what a reader leaves out of a newer one.
 
 A document that crosses the wire says its format. A service that is older than the sender leaves out fields that it does not
-know, so that one new field does not shut it out; one of its own or an older format is held to the letter, as any file is.
+know, so that one new field does not shut it out; one of its own format is held to the letter, as any file is.
 
 Not so in the sections that a guarantee rests on: there a field that is not known is a condition that would not be
 enforced, so it is left for the parser to refuse.
@@ -17,8 +17,8 @@ from sottovoce.errors import SpecError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-FORMAT = 2
-"""Of the documents that this version writes. One more whenever a field is added, or means something else; 2: `data.features`."""
+FORMAT = 1
+"""The format of documents that this version writes. One more whenever a field is added, or means something else."""
 FIELD = "format"
 STRICT = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
 """Sections that a guarantee rests on."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.errors import SpecError
-from sottovoce.plain import cell_of, plain
+from sottovoce.text import cell_of, plain
 
 Column = npt.NDArray[Any]
 SHOWN = 40

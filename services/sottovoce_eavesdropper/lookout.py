@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import structlog
 
 from sottovoce.algorithms.interface import Message, OnLattice
-from sottovoce.auditing.conversation import digest
 from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said
+from sottovoce.auditing.views import digest
 from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError, StrangerError
-from sottovoce.network.roster import called, names_of
+from sottovoce.network.roster import names_of
 from sottovoce.spec import MOST_LEARNERS
+from sottovoce.text import called
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
 from sottovoce_rpc.principals import Principal, Role

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.conversation import digest
+from sottovoce.auditing.views import digest
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
-from sottovoce.network.roster import called, names_of
-from sottovoce.plain import plain
-from sottovoce.running.assembly import Assembly
-from sottovoce.running.transcript import Transcript
+from sottovoce.network.roster import names_of
+from sottovoce.running.transcript import Assembly, Transcript
+from sottovoce.text import called, plain
 from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sottovoce.auditing.noticing import Notice
 from sottovoce.errors import CaptureError
 from sottovoce.registry import ENDLESS
-from sottovoce.running.assembly import KEPT
+from sottovoce.running.transcript import KEPT
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile, Ciphertext, part_number

@@ -14,8 +14,8 @@ import grpc
 import structlog
 
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce.network.roster import called
 from sottovoce.running.policy import accepted
+from sottovoce.text import called
 from sottovoce_learner.nearby import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash

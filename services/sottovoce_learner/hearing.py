@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
-from sottovoce.network.roster import called
+from sottovoce.text import called
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.role import Role
 from sottovoce_learner.signing import Unsigned

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from sottovoce.errors import RemoteProtocolError, Rule, StrangerError
-from sottovoce.network.roster import called
+from sottovoce.text import called
 
 V = TypeVar("V")
 

@@ -15,7 +15,7 @@ from sottovoce.algorithms.interface import HeardFromNeighbours, Message
 from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce.network.roster import Attendance
-from sottovoce.running.away import go_on_alone
+from sottovoce.running.participation import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books

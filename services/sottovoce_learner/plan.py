@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.digests import Digests
-from sottovoce.network.network import Network
-from sottovoce.network.roster import called
+from sottovoce.network.network import Digests, Network
+from sottovoce.text import called
 
 _ROUNDING = 1e-9
 """How far an announced weight may be from ours."""

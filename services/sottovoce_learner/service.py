@@ -11,10 +11,10 @@ from typing import Any
 import structlog
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError
-from sottovoce.network.roster import called
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
+from sottovoce.text import called
 from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.face import NAME, Face

@@ -20,11 +20,11 @@ import structlog
 from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, SpecError, Unavailable
-from sottovoce.network.roster import called, in_short
 from sottovoce.noise import Noise
-from sottovoce.running.late import USED, used_field
+from sottovoce.running.participation import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
+from sottovoce.text import called, in_short
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.config import max_message_bytes

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sottovoce.network.digests import Digests
-from sottovoce.network.network import Network
+from sottovoce.network.network import Digests, Network
 from sottovoce.network.roster import Roster
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, parse_spec

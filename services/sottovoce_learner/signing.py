@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import chain
 
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule
-from sottovoce.network.roster import called
+from sottovoce.text import called
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 

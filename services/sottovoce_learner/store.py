@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sottovoce.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
-from sottovoce.running.amending import require_amendment
+from sottovoce.running.participation import require_amendment
 from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind

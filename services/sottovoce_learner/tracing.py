@@ -18,8 +18,8 @@ from typing import Any
 
 import structlog
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.optional import import_extra
 from sottovoce_learner.session import Session
 from sottovoce_rpc.addresses import place_of_url
 

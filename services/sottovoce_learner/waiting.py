@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from sottovoce.errors import Unavailable
-from sottovoce.network.roster import called, in_short
 from sottovoce.spec import ClockSpec
+from sottovoce.text import called, in_short
 from sottovoce_rpc.waiting import Cause, Waiting
 
 TOLD_S = 1.0

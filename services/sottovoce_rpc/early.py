@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_rpc.tasks import Tasks
 
 EARLY_S = 1.5

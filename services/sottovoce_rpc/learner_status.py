@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_wire.v1 import learner_pb2
 
 LONGEST_DETAIL = 4096

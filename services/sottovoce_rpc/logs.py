@@ -20,7 +20,7 @@ import structlog
 from structlog.typing import Processor
 
 from sottovoce import errors
-from sottovoce.plain import plain
+from sottovoce.text import plain
 
 log = structlog.get_logger()
 

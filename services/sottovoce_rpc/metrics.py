@@ -12,8 +12,8 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import NotReady
+from sottovoce.optional import import_extra
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.credentials import Credentials
 

@@ -203,7 +203,7 @@ def test_a_narrow_terminal_gets_paragraphs_instead_of_a_cramped_table() -> None:
     rows = [("black box", "a tree on lengths", "7 of 14 right", "0", "3"), ("conformance", "noise", "none", "–", "–")]
     wide, narrow = (io.StringIO() for _ in range(2))
     for out, width in ((wide, 80), (narrow, 79)):
-        command.print_rows(rows, Console(file=out, width=width))
+        command._print_rows(rows, Console(file=out, width=width))
     assert "what was tested" in wide.getvalue()
     assert narrow.getvalue().splitlines() == [
         "black box, a tree on lengths: 7 of 14 right; ε at least 0, claimed 3",

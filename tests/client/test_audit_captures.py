@@ -26,11 +26,10 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import from_captures
-from sottovoce_client.auditing.channel import channel, lines_of
+from sottovoce_client.auditing.captures import _from_captures, channel, lines_of
 from sottovoce_client.auditing.network import in_turn
-from sottovoce_client.auditing.promise import difference
-from sottovoce_client.auditing.worlds import FILE, pairs_of, worlds_from, write_worlds
+from sottovoce_client.auditing.started import difference
+from sottovoce_client.auditing.worlds import WORLDS_FILE, pairs_of, worlds_from, write_worlds
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
@@ -109,7 +108,7 @@ def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked:
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
+    return _from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
         worlds = chosen(data, 1, 2, -own.features[2], 1.0)
         plan = plan_audit(plan.run, data, 1, runs=RUNS, worlds=worlds)
     write_worlds(tmp_path, plan)
-    document = json.loads((tmp_path / FILE).read_text())
+    document = json.loads((tmp_path / WORLDS_FILE).read_text())
     assert kind in document["pairs"][0]
     (back, *_) = worlds_from(document, Prepared(plan.run, plan.data), "there")
     for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
@@ -173,7 +172,7 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
 def test_worlds_of_one_pair_are_read_as_they_were_written_before(tmp_path: Path) -> None:
     plan = planned()
     write_worlds(tmp_path, plan)
-    document = json.loads((tmp_path / FILE).read_text())
+    document = json.loads((tmp_path / WORLDS_FILE).read_text())
     (pair,) = document.pop("pairs")
     old = {**document, **pair, "format": "sottovoce-worlds-1"}
     (back,) = worlds_from(old, Prepared(plan.run, plan.data), "there")
@@ -185,7 +184,7 @@ def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Pat
     assert len(plan.pairs) > 1
     pairs = in_turn(plan)
     write_worlds(tmp_path, plan, pair_of_run=pairs)
-    document = json.loads((tmp_path / FILE).read_text())
+    document = json.loads((tmp_path / WORLDS_FILE).read_text())
     back = worlds_from(document, Prepared(plan.run, plan.data), "there")
     assert [each.what for each in back] == [each.worlds.what for each in plan.pairs]
     assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
@@ -317,7 +316,7 @@ def test_worlds_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, case: 
     for k in range(2):
         keep(tmp_path, plan, k, k)
     mutilate, error, text = WORLDS[case]
-    path = tmp_path / FILE
+    path = tmp_path / WORLDS_FILE
     path.write_text(mutilate(json.loads(path.read_text())))
     with pytest.raises(error, match=text) as raised:
         audited(tmp_path, plan)

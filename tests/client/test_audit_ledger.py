@@ -15,9 +15,8 @@ import pytest
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import CaptureError
 from sottovoce_client.auditing.captures import find
-from sottovoce_client.auditing.ledger import FILE, LedgerWriter, read_ledger, tossed
-from sottovoce_client.auditing.worlds import FILE as WORLDS
-from sottovoce_client.auditing.worlds import read_worlds, write_worlds
+from sottovoce_client.auditing.worlds import LEDGER_FILE, LedgerWriter, read_ledger, read_worlds, tossed, write_worlds
+from sottovoce_client.auditing.worlds import WORLDS_FILE as WORLDS
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.storage import open_folder
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, spec_of, two_worlds
@@ -61,7 +60,7 @@ def test_coins_are_the_machines_own() -> None:
 def test_coins_are_committed_to_before_the_first_run_and_revealed_after_the_last(tmp_path: Path) -> None:
     plan = planned(runs=4)
     folder = ledgered(tmp_path / "captures", plan)
-    lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / LEDGER_FILE).read_text().splitlines()]
     first, worlds, started, ended, *_ = lines
     assert len(first["commitments"]) == 8 == len(set(first["commitments"]))
     assert worlds == {"worlds": hashlib.sha256((folder / WORLDS).read_bytes()).hexdigest()}
@@ -97,17 +96,23 @@ def _relabelled(old: str, new: str) -> Callable[[Path], None]:
 
 
 FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another ledger": (lambda f: _exchange(f / FILE, ('"commitments": ["', '"commitments": ["0')), "is not the ledger"),
-    "no ledger": (lambda f: (f / FILE).unlink(), "cannot read .*runs.jsonl"),
+    "another ledger": (
+        lambda f: _exchange(f / LEDGER_FILE, ('"commitments": ["', '"commitments": ["0')),
+        "is not the ledger",
+    ),
+    "no ledger": (lambda f: (f / LEDGER_FILE).unlink(), "cannot read .*runs.jsonl"),
     "other worlds": (lambda f: _exchange(f / WORLDS, ('"what": "', '"what": "not ')), "of another worlds.json"),
     "worlds without their ledger": (lambda f: _exchange(f / WORLDS, ('"ledger"', '"leger"')), "is not the ledger"),
-    "another coin": (lambda f: _exchange(f / FILE, ('"world": 0', '"world": 1')), "coin of run 0 is not the one"),
+    "another coin": (
+        lambda f: _exchange(f / LEDGER_FILE, ('"world": 0', '"world": 1')),
+        "coin of run 0 is not the one",
+    ),
     "another label": (_relabelled('"world": 0', '"world": 1'), "must be of world 0"),
     "another capture": (_relabelled('"n_features": 3', '"n_features": 3 '), "SHA-256"),
     "another run": (_relabelled('"run_id": "run-0"', '"run_id": "run-x"'), "run run-0"),
     "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "of no run that the ledger"),
-    "twice": (lambda f: (f / FILE).write_text((f / FILE).read_text() * 2), "does not say which runs"),
-    "no line": (lambda f: (f / FILE).write_text("{\n"), "is not the ledger"),
+    "twice": (lambda f: (f / LEDGER_FILE).write_text((f / LEDGER_FILE).read_text() * 2), "does not say which runs"),
+    "no line": (lambda f: (f / LEDGER_FILE).write_text("{\n"), "is not the ledger"),
 }
 
 
@@ -180,7 +185,7 @@ def test_a_ledger_that_was_cut_off_in_a_line_is_read(tmp_path: Path) -> None:
     """The machine went down, or its disk was full, while a coin was revealed: that run's label stands."""
     plan = planned()
     folder = ledgered(tmp_path / "captures", plan)
-    path = folder / FILE
+    path = folder / LEDGER_FILE
     path.write_bytes(path.read_bytes()[:-20])
     entries = read_ledger(open_folder(folder), read_worlds(open_folder(folder)))
     assert entries is not None and [entry.world for entry in entries.values()] == [0, 1] * 7 + [0, None]

@@ -20,9 +20,9 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import find, from_captures
-from sottovoce_client.auditing.ledger import LedgerWriter
+from sottovoce_client.auditing.captures import _from_captures, find
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
+from sottovoce_client.auditing.worlds import LedgerWriter
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder
@@ -70,7 +70,7 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
     assert len(done.worlds) == 2 * RUNS and "10 runs of real services" in done.source
     assert done.shown is not None and done.largest <= done.found.claim
 
-    again = from_captures(str(folder), ASKED, prepare, said.append)
+    again = _from_captures(str(folder), ASKED, prepare, said.append)
     np.testing.assert_array_equal(again.worlds, done.worlds)
     np.testing.assert_array_equal(again.noise, done.noise)
     assert again.largest == done.largest and again.found.bounds == done.found.bounds

@@ -24,8 +24,7 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.auditing.audit import show
-from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger
-from sottovoce_client.auditing.worlds import FILE, write_worlds
+from sottovoce_client.auditing.worlds import WORLDS_FILE, LedgerWriter, read_ledger, write_worlds
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_client.transcripts.provenance import noise_of, provenance
 from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, verify
@@ -295,7 +294,7 @@ def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) 
         ledger.started(k)
         keep(tmp_path, plan, int(coins[k]), k)
         ledger.ended(k, f"run-{k}", "finished", seeded=k < 3)
-    told = json.loads((tmp_path / FILE).read_text())
+    told = json.loads((tmp_path / WORLDS_FILE).read_text())
     entries = read_ledger(open_folder(tmp_path), told) or {}
     assert [entry.seeded for entry in entries.values()] == [k < 3 for k in range(two)]
     done = audited(tmp_path, plan)

@@ -21,8 +21,8 @@ from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_client.auditing.audit import _print_rows, print_verdict, show
 from sottovoce_client.auditing.audit import _rows as audit_rows
-from sottovoce_client.auditing.audit import print_rows, print_verdict, show
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import audit_page
@@ -184,7 +184,7 @@ def test_losses_by_the_claimed_noise_say_nothing_for_a_claim_that_the_noise_refu
     told = audit_page(replace(broken, found=replace(broken.found, tests=tests)), "learner-1", 7).html()
     assert '<div class="family idle"><h3>Likelihood' in told and f"Nothing found, {supposed}." in Page(told).text
     console = Console(width=200, record=True, file=io.StringIO())
-    print_rows(audit_rows(broken), console)
+    _print_rows(audit_rows(broken), console)
     assert "as if the noise were as claimed, which it is not" in console.export_text()
 
 

@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.auditing.conversation import Conversation, Overheard
-from sottovoce.auditing.views import timing, views
+from sottovoce.auditing.views import Conversation, Overheard, timing, views
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.lab.foreign.audit import audit_conversations
 from sottovoce.spec import load_spec
-from sottovoce_client.auditing import ciphertext
+from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, find, from_captures
-from sottovoce_client.auditing.ciphertext import audit_ciphertext
+from sottovoce_client.auditing.captures import _from_captures, audit_of, find
+from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
 from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
 from sottovoce_client.lab.breaks.network import BASE, made_with, plan_beside_numbers
@@ -130,8 +129,8 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
-    with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        from_captures(str(out), AuditRequest(), prepare, lambda text: None)
+    with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of network, and no message"):
+        _from_captures(str(out), AuditRequest(), prepare, lambda text: None)
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))
@@ -152,9 +151,9 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
 def test_a_record_that_was_asked_for_is_swapped_and_else_a_loud_one(spec: Path) -> None:
     prepared = prepare(load_spec(spec))
     asked = AuditRequest(runs=30)
-    loud = ciphertext.plan_for_ciphertext(prepared, asked)
+    loud = network.plan_for_ciphertext(prepared, asked)
     assert [pair.worlds.what for pair in loud.pairs] == ["a first record on the bound, against one without features"]
-    own = ciphertext.plan_for_ciphertext(prepared, replace(asked, record=20, replacement="label"))
+    own = network.plan_for_ciphertext(prepared, replace(asked, record=20, replacement="label"))
     assert len(own.pairs) == 1 and own.worlds.what != loud.worlds.what
 
 

@@ -23,7 +23,7 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
-from sottovoce.data.folders import VARIABLE
+from sottovoce.data.known import VARIABLE
 from sottovoce.errors import SpecError
 from sottovoce.experiment import load as load_experiment
 from sottovoce.running.transcript import read_transcript

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.simulated import Tell, nobody
+from sottovoce.auditing.worlds import Tell, nobody
 from sottovoce_client.auditing.audit import on_simulator
 from sottovoce_client.counting import counted
 from sottovoce_client.running.sweep import sweep_saying

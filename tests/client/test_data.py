@@ -23,16 +23,15 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import read_source
 from sottovoce.data.files import RawTable, read_npz
 from sottovoce.data.known import KNOWN, KnownSource, Original
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
-from sottovoce_client.data.convert import convert
-from sottovoce_client.data.describe import classes_of, example
+from sottovoce_client.data.catalogue import classes_of, example
+from sottovoce_client.data.convert import _untar, convert, gunzip, unzip
 from sottovoce_client.data.fetch import Fetched, digest_of
 from sottovoce_client.data.fetch import fetch as bring
-from sottovoce_client.data.unpack import gunzip, untar, unzip
 from tests.originals import idx, rebuilt
 
 pytest.importorskip("pooch")
@@ -234,9 +233,9 @@ def test_archives_are_held_to_what_was_expected() -> None:
     link = tarfile.TarInfo("a")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     with pytest.raises(DataError, match="must be a file, and is something else"):
-        untar(tarred((link, b"")), ["a"], 1 << 20)
+        _untar(tarred((link, b"")), ["a"], 1 << 20)
     with pytest.raises(DataError, match="must hold a, and does not"):
-        untar(tarred((tarfile.TarInfo("../a"), b"x")), ["a"], 1 << 20)
+        _untar(tarred((tarfile.TarInfo("../a"), b"x")), ["a"], 1 << 20)
     with pytest.raises(DataError, match="at most 1,000 bytes"):
         gunzip(gzip.compress(bytes(100_000)), 1_000)
     with pytest.raises(DataError, match="must be a zip archive"):

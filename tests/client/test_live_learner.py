@@ -16,7 +16,7 @@ import pytest
 
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner

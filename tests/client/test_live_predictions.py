@@ -12,9 +12,7 @@ import pytest
 
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import LeastSquares
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import LeastSquares, Logistic, PassGlm, Softmax
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.prequential import Calibration, Prequential

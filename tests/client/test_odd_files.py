@@ -19,16 +19,15 @@ from rich.console import Console
 from sottovoce.data.dataset import encode_file, load_dataset, read_source
 from sottovoce.data.encoding import Encoder
 from sottovoce.data.live import LiveRecords
-from sottovoce.data.schema import Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.errors import DataError, SottovoceError, SpecError
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.running.cautions import cautions
 from sottovoce.running.placement import place
 from sottovoce.spec import load_schema, parse_spec
-from sottovoce_client.data.describe import describe
+from sottovoce_client.data.catalogue import describe
+from sottovoce_client.data.schemas import check, infer
 from sottovoce_client.feeding.forms import Csv, JsonLines
-from sottovoce_client.schemas import check, infer
 from sottovoce_client.starting import Wishes, begin
 
 pytestmark = pytest.mark.each

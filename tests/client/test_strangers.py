@@ -22,9 +22,9 @@ from rich.text import Text
 
 import sottovoce_client
 from sottovoce.errors import SpecError
-from sottovoce.plain import plain
 from sottovoce.running.metrics import Curve, Curves
 from sottovoce.table import Table
+from sottovoce.text import plain
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status

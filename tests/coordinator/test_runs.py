@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce.network.graphs import Edges
-from sottovoce.network.mixing import digest_of
+from sottovoce.network.weights import digest_of
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
@@ -316,7 +316,7 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
 # ---- what learners say of their neighbours ---------------------------------------------------------------------------
 
 
-def triangle(policy: str | None) -> RunBook:
+def triangle(policy: str) -> RunBook:
     return book(misconduct=policy, topology={"graph": "complete"})
 
 
@@ -326,7 +326,7 @@ def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3) -> Mis
 
 def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not() -> None:
     for begun in (False, True):
-        held = triangle(None)
+        held = triangle("stop")
         if begun:
             running(held)
         held.report(status("a", RUNNING), None, [of(1)])

@@ -12,7 +12,7 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.admm.accounting import output_loss
+from sottovoce.algorithms.admm.accounting import _output_loss
 from sottovoce.algorithms.admm.algorithm import Admm, State
 from sottovoce.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
 from sottovoce.algorithms.admm.local import Hessian, LocalProblem, norm
@@ -21,9 +21,8 @@ from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import MarginLoss
-from sottovoce.losses.hinge import SmoothedHinge
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.margin import sigmoid
+from sottovoce.losses.linear import Logistic, SmoothedHinge
+from sottovoce.losses.loss import sigmoid
 from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
@@ -557,7 +556,7 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
     node = admm(run).nodes[0]
     phi = float(DualCalibration().step(node, 8.0, 0.0, last=False).extra_ridge)
     extra = 2 * (math.sqrt(3) * 1e-8 / (0.1 + 2.0 + phi) + 3 * spacing) / 1e-3
-    assert output_loss(node, 2.1 + phi) == pytest.approx(extra)
+    assert _output_loss(node, 2.1 + phi) == pytest.approx(extra)
     assert run.guarantee(0, plan).per_round == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
     assert run.guarantee(0, plan).per_round[1] > 0.8
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce.errors import CaptureError
-from sottovoce.running.assembly import Assembly, Recent, Versions
 from sottovoce.running.run import build_run
+from sottovoce.running.transcript import Assembly, Recent, Versions
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 

@@ -12,21 +12,16 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing import simulated as simulated_module
 from sottovoce.auditing import swaps as swaps_module
+from sottovoce.auditing import worlds as simulated_module
 from sottovoce.auditing.audit import Audit, audit_simulated
-from sottovoce.auditing.blackbox import ROUNDS, WIDTH, attack, number_views, varying
-from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.levels import BLIND, SHARES, Levels, Part, Test
-from sottovoce.auditing.likelihood import Ratios, ratios
-from sottovoce.auditing.listening import listener
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.rounds import Apart, bound_rounds
-from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, overhear, shares
+from sottovoce.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
+from sottovoce.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
+from sottovoce.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
+from sottovoce.auditing.plan import AuditPlan, listener, plan_audit
 from sottovoce.auditing.swaps import worst
-from sottovoce.auditing.twins import twins
 from sottovoce.auditing.verdict import Findings, blamed, decide
-from sottovoce.auditing.worlds import Worlds, chosen
+from sottovoce.auditing.worlds import NoiseOf, Recording, Share, Worlds, at_a_time, chosen, overhear, shares, twins
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError, SpecError
 from sottovoce.noise import Noise, SeededNoise, no_noise
@@ -440,7 +435,7 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
     seen = hears.seen(part, two, run)
     assert seen.shape == (5, ROUNDS, WIDTH // ROUNDS)
     assert np.array_equal(seen[2, 3], part.transcript.fields["y"][hears.rounds[3], 0, 2, :8])
-    assert varying(number_views(np.zeros((5, 2, 2)))) == {}
+    assert _varying(number_views(np.zeros((5, 2, 2)))) == {}
 
 
 def test_numbers_that_are_nearly_all_zero_are_looked_at_without_an_overflow() -> None:

@@ -19,7 +19,7 @@ from sottovoce.auditing.bounds import (
     runs_to_show,
     threshold,
 )
-from sottovoce.auditing.calibration import calibration
+from sottovoce.auditing.channel_tests import calibration
 from sottovoce.auditing.likelihood import Ratios, guess
 
 

@@ -15,8 +15,8 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Share
 from sottovoce.auditing.views import features
+from sottovoce.auditing.worlds import Share
 from sottovoce.noise import Draw, Noise, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS

@@ -13,11 +13,9 @@ import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.blackbox import TESTED, level
-from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
-from sottovoce.auditing.conversation import Conversation, Decoded, Overheard, digest, numbers
-from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
+from sottovoce.auditing.bounds import BLIND, OF_NOISE, Levels, epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.verdict import Findings, decide
-from sottovoce.auditing.views import decoded, timing, views
+from sottovoce.auditing.views import Conversation, Decoded, Overheard, decoded, digest, numbers, timing, views
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations

@@ -12,11 +12,11 @@ from scipy.stats import binom
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.calibration import calibration, tilted
+from sottovoce.auditing.channel_tests import _tilted, calibration
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.simulated import overhear, shares
 from sottovoce.auditing.verdict import decide
+from sottovoce.auditing.worlds import overhear, shares
 from sottovoce.noise import Noise, SeededNoise
 from tests.claims import SETUPS, Times
 from tests.examples import made_up
@@ -47,7 +47,7 @@ def test_the_bound_is_chernoffs_and_above_the_binomial_tail(right: int) -> None:
     """Of 2,000 coins with chance 0.62: `2 exp(-n KL(right/n || 0.62))`, on both sides."""
     n, q = 2000, 0.62
     losses = np.full(n, math.log(q / (1 - q)))
-    statistic, p = tilted(losses, (np.arange(n) < right).astype(np.int64), np.ones(n))
+    statistic, p = _tilted(losses, (np.arange(n) < right).astype(np.int64), np.ones(n))
     share = right / n
     rate = sum(a * math.log(a / b) for a, b in ((share, q), (1 - share, 1 - q)) if a > 0)
     assert statistic == pytest.approx(right - n * q)
@@ -71,7 +71,7 @@ def test_small_cases_hold_exactly() -> None:
         for coins in product((0, 1), repeat=6):
             coin = np.array(coins)
             mass = float(np.prod(np.where(coin == 1, chances, 1 - chances)))
-            outcomes.append((tilted(losses, coin, y)[1], mass))
+            outcomes.append((_tilted(losses, coin, y)[1], mass))
         outcomes.sort()
         below = np.cumsum([mass for _, mass in outcomes])
         assert all(p >= mass - 1e-12 for (p, _), mass in zip(outcomes, below, strict=True) if p < 1.0)
@@ -79,7 +79,7 @@ def test_small_cases_hold_exactly() -> None:
 
 def test_nothing_said_is_nothing_wrong() -> None:
     assert set(p_values(np.zeros(50), np.arange(50) % 2).values()) <= {1.0}
-    assert tilted(np.ones(0), np.ones(0, dtype=np.int64), np.ones(0)) == (0.0, 1.0)
+    assert _tilted(np.ones(0), np.ones(0, dtype=np.int64), np.ones(0)) == (0.0, 1.0)
 
 
 # ---- losses that are infinite ----------------------------------------------------------------------------------------

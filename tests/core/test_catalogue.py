@@ -13,7 +13,7 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.conformance.residuals import residuals
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Share, children, overhear
+from sottovoce.auditing.worlds import Share, children, overhear
 from sottovoce.lab.selftest.bases import BASES
 from sottovoce.lab.selftest.catalogue import CATALOGUE, MUTANTS
 from sottovoce.lab.selftest.evidence import correlated, each_message, each_number, event, repeated, rescaled, shaped

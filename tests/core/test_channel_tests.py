@@ -9,8 +9,8 @@ import pytest
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.blackbox import attack
+from sottovoce.auditing.bounds import BLIND, Levels
 from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests
-from sottovoce.auditing.levels import BLIND, Levels
 
 Generator = np.random.Generator
 

@@ -27,7 +27,7 @@ SPECS = {run["name"]: run for run in FIELD["runs"]}
 OF = {name: next(run for run in FIELD["runs"] if run["algorithm"]["name"] == name) for name in CLIPPED}
 
 
-def run_of(name: str, policy: str | None, **more: Any) -> Run:
+def run_of(name: str, policy: str, **more: Any) -> Run:
     document = {**FIELD["common"], **OF[name], "rounds": ROUNDS, "misconduct": policy, **more}
     return build_run(RunSpec.model_validate(document), N_FEATURES)
 
@@ -41,7 +41,7 @@ def said_by_all(run: Run, replicas: int = 1) -> Transcript:
 @pytest.mark.parametrize("name", sorted(CLIPPED))
 def test_a_run_of_correct_learners_is_the_same_number_by_number(name: str) -> None:
     """With 50 replicas of 30 rounds, some honest number is clipped with a probability below e^-50."""
-    as_said, clipped = (said_by_all(run_of(name, policy), 50) for policy in (None, "clip"))
+    as_said, clipped = (said_by_all(run_of(name, policy), 50) for policy in ("stop", "clip"))
     for field, values in as_said.fields.items():
         np.testing.assert_array_equal(clipped.fields[field], values)
 
@@ -83,8 +83,8 @@ def test_losses_are_exact_whatever_a_neighbour_says() -> None:
     assert len(losses.realised) == ROUNDS
 
 
-@pytest.mark.parametrize(("policy", "same"), [("clip", True), (None, False)])
-def test_a_huge_number_does_what_the_largest_honest_one_would(policy: str | None, same: bool) -> None:
+@pytest.mark.parametrize(("policy", "same"), [("clip", True), ("stop", False)])
+def test_a_huge_number_does_what_the_largest_honest_one_would(policy: str, same: bool) -> None:
     """Little, where the noise is small: without the policy, the decision is wherever the neighbour wants it."""
     quiet = {"name": "ldp-dol", "sigma": 0.01, "gam0": 0.1}
     run = run_of("ldp-dol", policy, algorithm=quiet)
@@ -132,4 +132,4 @@ def test_nor_where_the_guarantee_rests_on_what_is_heard(monkeypatch: pytest.Monk
 def test_a_run_that_clips_says_so_when_it_is_copied() -> None:
     """An algorithm in place of another, as the auditor's own test has it, is clipped as the run that it breaks."""
     run = run_of("ldp-dol", "clip")
-    assert replace(run, algorithm=run_of("ldp-dol", None).algorithm).clipping == run.clipping
+    assert replace(run, algorithm=run_of("ldp-dol", "stop").algorithm).clipping == run.clipping

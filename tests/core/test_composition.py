@@ -15,13 +15,13 @@ from sottovoce.arrays import FloatArray
 from sottovoce.budget import composition
 from sottovoce.budget.composition import (
     Alike,
+    _plans_of_use,
     dearest_record,
     envelope,
     epsilon_at,
     group_loss,
     learners_loss,
     message_losses,
-    plans_of_use,
     record_losses,
 )
 from sottovoce.data import LearnerData
@@ -60,7 +60,7 @@ def scheduled(order: list[int], offsets: list[int]) -> LearnerData:
 
 def test_plans_of_use_count_every_use_in_its_round() -> None:
     own = scheduled([0, 1, 0, 2, 1, 1, 3], [0, 2, 2, 4, 6, 7])
-    assert plans_of_use(own) == {(0, 2): 1, (0, 3, 3): 1, (2,): 1, (4,): 1}
+    assert _plans_of_use(own) == {(0, 2): 1, (0, 3, 3): 1, (2,): 1, (4,): 1}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,9 +18,9 @@ import yaml
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.bounds import Levels, Test
 from sottovoce.auditing.conformance.battery import examine_noise
 from sottovoce.auditing.conformance.residuals import as_laplace, residuals
-from sottovoce.auditing.levels import Levels, Test
 from sottovoce.auditing.swaps import swaps
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData

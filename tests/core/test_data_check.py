@@ -10,11 +10,8 @@ import pytest
 
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Hinge, LeastSquares, Logistic, Ridge, SmoothedHinge, Softmax
 from sottovoce.losses.loss import Loss
-from sottovoce.losses.quadratic import LeastSquares, Ridge
-from sottovoce.losses.softmax import Softmax
 
 LOGISTIC, RIDGE = Logistic(), Ridge()
 SECRET = 8.625

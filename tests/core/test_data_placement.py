@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce.data import Dataset, LearnerData, PlacedData
 from sottovoce.data.dataset import Labelled
-from sottovoce.data.partition import ByLabel, Dirichlet, Iid, Paper4060, Partition
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
 from sottovoce.errors import DataError, SpecError
 from sottovoce.running.placement import place
 from sottovoce.spec import RunSpec

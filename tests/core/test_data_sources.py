@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from sottovoce.data import Dataset, load_dataset
-from sottovoce.data.folders import cache_folder, data_folders
-from sottovoce.data.known import KNOWN
-from sottovoce.data.source import DataSpec
+from sottovoce.data.known import KNOWN, cache_folder, data_folders
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.hinge import Hinge
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
 from sottovoce.losses.loss import Loss
-from sottovoce.losses.quadratic import LeastSquares, Ridge
-from sottovoce.losses.softmax import Softmax
 
 pytestmark = pytest.mark.each
 

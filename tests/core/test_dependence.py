@@ -17,21 +17,21 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.auditing.bounds import Levels, Test
+from sottovoce.auditing.conformance.battery import Dependence
 from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.chances import (
+from sottovoce.auditing.conformance.lags import Lags
+from sottovoce.auditing.conformance.p_values import (
+    _largest_law,
+    _tracy_widom_p,
     correlation_p,
-    largest_law,
     log_products,
     log_signs,
     log_sizes,
     smallest_p,
-    tracy_widom_p,
 )
-from sottovoce.auditing.conformance.dependence import Dependence
-from sottovoce.auditing.conformance.gram import Gram, all_pairs_p
-from sottovoce.auditing.conformance.lags import Lags
+from sottovoce.auditing.conformance.pairs import _all_pairs_p, _Gram
 from sottovoce.auditing.conformance.regressors import TYPICAL, clipped
-from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -81,9 +81,9 @@ def test_p_values_of_products_correlations_and_spectra() -> None:
     assert math.exp(log_products(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
     assert math.exp(log_products(rho, np.array(5440.0), shared=True)) < 3.6e-11
     assert correlation_p(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
-    assert largest_law(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
-    assert tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
-    assert tracy_widom_p(2.0236) == pytest.approx(0.0098, abs=1e-4)
+    assert _largest_law(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
+    assert _tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
+    assert _tracy_widom_p(2.0236) == pytest.approx(0.0098, abs=1e-4)
 
 
 def test_bounds_hold_for_few_products() -> None:
@@ -120,15 +120,15 @@ def test_bounds_on_regressors_hold() -> None:
 def test_all_pairs_have_the_mean_and_the_variance_that_are_stated() -> None:
     """2,000 matrices of 10 columns and 20 samples: the mean is off by 5 standard errors with probability 6e-7."""
     rng = np.random.default_rng(3)
-    grams = [Gram(rng.normal(size=(1, 20, 10)).astype(np.float32), np.ones((20, 10), np.bool_)) for _ in range(2000)]
+    grams = [_Gram(rng.normal(size=(1, 20, 10)).astype(np.float32), np.ones((20, 10), np.bool_)) for _ in range(2000)]
     found = [gram.all_pairs(0)[0] for gram in grams]
     _, mean, variance, pairs = grams[0].all_pairs(0)
     assert pairs == 45
     assert mean == pytest.approx(45 / 20)
     assert np.mean(found) == pytest.approx(mean, abs=5 * math.sqrt(variance / 2000))
     assert np.var(found) == pytest.approx(variance, rel=0.25)
-    assert all_pairs_p(mean + 6 * math.sqrt(variance), mean, variance) < 1e-5
-    assert all_pairs_p(0.2 * mean, mean, variance) < 1e-5
+    assert _all_pairs_p(mean + 6 * math.sqrt(variance), mean, variance) < 1e-5
+    assert _all_pairs_p(0.2 * mean, mean, variance) < 1e-5
 
 
 def test_the_smallest_singular_value_is_bounded_for_every_shape() -> None:
@@ -203,7 +203,7 @@ def test_pairs_count_the_samples_in_which_both_are_known() -> None:
     rng = np.random.default_rng(7)
     scores, known = rng.normal(size=(1, 40, 4)).astype(np.float32), rng.random((40, 4)) < 0.6
     scores[:, ~known] = 0.0
-    gram = Gram(scores, known)
+    gram = _Gram(scores, known)
     _, pairs, rho, _, i, j = next(gram.worst_pair())
     both = known[:, i] & known[:, j]
     one, other = scores[0, both, i], scores[0, both, j]

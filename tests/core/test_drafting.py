@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from sottovoce.data.cells import Cells
 from sottovoce.data.drafting import draft
 from sottovoce.data.encoding import Encoder
-from sottovoce.data.schema import Schema
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Ridge, Softmax
 from sottovoce.spec import load_schema
 
 pytestmark = pytest.mark.each

@@ -20,9 +20,9 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic
-from sottovoce.network.mixing import Mixing
+from sottovoce.losses.linear import Logistic
 from sottovoce.network.network import Network, PeriodicNetwork
+from sottovoce.network.weights import Mixing
 from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import joint
 from sottovoce.running.replay import Losses, Replay, replay

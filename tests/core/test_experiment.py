@@ -11,7 +11,7 @@ import pytest
 
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment, load
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.spec import load_spec, parse_spec
 
 

@@ -18,10 +18,9 @@ from sottovoce.algorithms.interface import HeardByAll
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.decision_sets import L2Ball
-from sottovoce.losses import Loss, bounded, margin, scale_rows
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.noise import Draw, SeededNoise, grid, streams
+from sottovoce.losses import Loss, bounded, loss, scale_rows
+from sottovoce.losses.linear import Logistic, Ridge
+from sottovoce.noise import Draw, SeededNoise, grid, simulated
 from sottovoce.running import simulator
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -42,12 +41,12 @@ SOLVING = {"admm", "dvp", "pvp"}
 class PlainNoise:
     """The numbers of `SeededNoise`: `-log|2u - 1|` with the other sign than `2u - 1`.
 
-    The first replica's from one generator, `streams.AHEAD` at a time where draws are small; the others' from another, replica by
-    replica, each draw from 2^64 numbers behind where the last one began.
+    The first replica's from one generator, `simulated.AHEAD` at a time where draws are small; the others' from another, replica
+    by replica, each draw from 2^64 numbers behind where the last one began.
     """
 
     def __init__(self, seed: int) -> None:
-        first, self._others = (np.random.SeedSequence(seed, spawn_key=(streams._REPLICAS, 0, k)) for k in range(2))
+        first, self._others = (np.random.SeedSequence(seed, spawn_key=(simulated._REPLICAS, 0, k)) for k in range(2))
         self._first, self._left = np.random.Generator(np.random.SFC64(first)), np.empty(0)
         self._draws = 0
 
@@ -56,7 +55,7 @@ class PlainNoise:
         lead, replicas, dim = (1, 1, *draw.shape)[-3:]  # without learners: of one; without replicas: of the first one
         count = lead * dim
         if count > len(self._left):
-            self._left = self._standard(self._first, max(streams.AHEAD, count))
+            self._left = self._standard(self._first, max(simulated.AHEAD, count))
         rows, self._left = [self._left[:count]], self._left[count:]
         if replicas > 1:
             self._draws += 1
@@ -104,7 +103,7 @@ def test_a_long_run_is_the_plain_one(changes: dict[str, Any], monkeypatch: pytes
         return [step.after.copy() for t, step in steps if t % 100 == 0 or t == rounds - 1]
 
     fast = every_hundredth()
-    monkeypatch.setattr(margin, "weighted_rows", np.matmul)
+    monkeypatch.setattr(loss, "_weighted_rows", np.matmul)
     monkeypatch.setattr(L2Ball, "project", plain_project)
     monkeypatch.setattr(simulator, "_batches", plain_batches)
     monkeypatch.setattr(HeardByAll, "_sum", plain_sum)
@@ -153,7 +152,7 @@ def test_thousands_of_rounds_are_the_recursion(name: str) -> None:
 # ---- part by part ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, 585, streams.AHEAD // 2, streams.AHEAD // 2 + 1, 58_500])
+@pytest.mark.parametrize("count", [7, 585, simulated.AHEAD // 2, simulated.AHEAD // 2 + 1, 58_500])
 def test_seeded_numbers_are_those_of_their_definition(count: int) -> None:
     source, plain = SeededNoise(5), PlainNoise(5)
     for t in range(40_000 // count + 3):
@@ -185,7 +184,7 @@ def test_weighted_rows_are_a_matrix_product(lead: tuple[int, ...], records: int)
     generator = np.random.default_rng(1)
     rows = generator.normal(size=(*lead[:1], records, 5))
     weights = generator.normal(size=(*lead, records)) if len(lead) != 1 else generator.normal(size=(3, 1, records))
-    np.testing.assert_array_equal(margin.weighted_rows(weights, rows), np.matmul(weights, rows))
+    np.testing.assert_array_equal(loss._weighted_rows(weights, rows), np.matmul(weights, rows))
 
 
 @given(vectors(5, 3.0), st.floats(0.1, 10.0))

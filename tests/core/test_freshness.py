@@ -15,10 +15,9 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.bounds import Levels, Test
 from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.freshness import EQUAL, LARGEST, Freshness
-from sottovoce.auditing.conformance.keys import COPIES, Keys, Ties, mixed, paired
-from sottovoce.auditing.levels import Levels, Test
+from sottovoce.auditing.conformance.freshness import COPIES, EQUAL, LARGEST, Freshness, _Keys, _Ties, mixed, paired
 from sottovoce.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -41,8 +40,8 @@ def refuted(tests: Mapping[str, Test]) -> set[str]:
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def gathered(most: int, *parts: IntArray) -> Keys:
-    keys = Keys(most)
+def gathered(most: int, *parts: IntArray) -> _Keys:
+    keys = _Keys(most)
     for part in parts:
         keys.add(mixed(part.astype(np.uint64)), np.arange(part.size, dtype=np.uint32).reshape(part.shape))
     return keys
@@ -60,7 +59,7 @@ def test_a_pair_is_kept_where_its_first_one_is() -> None:
     rng = np.random.default_rng(3)
     first, second = (mixed(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
     places = np.arange(50_000, dtype=np.uint32)
-    single, pairs = Keys(5000), Keys(5000)
+    single, pairs = _Keys(5000), _Keys(5000)
     single.add(first, places)
     pairs.add_pairs(first, second, places)
     assert pairs.ties(0.0).count == 0
@@ -77,9 +76,9 @@ def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
     """Forty shares that know what they are keep few each, and come to what one that sees all comes to."""
     rng = np.random.default_rng(4)
     parts = [rng.integers(0, 2**24, 20_000) for _ in range(40)]
-    whole, merged = gathered(20_000, *parts), Keys(20_000)
+    whole, merged = gathered(20_000, *parts), _Keys(20_000)
     for part in parts:
-        keys = Keys(20_000)
+        keys = _Keys(20_000)
         keys.expect(1.0 / 40.0)
         keys.add(mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
         assert keys.kept <= 5000
@@ -108,7 +107,7 @@ def test_collections_unite_in_any_order() -> None:
     parts = [rng.integers(0, 2**18, 4000) for _ in range(9)]
     counts = set()
     for order in (range(9), reversed(range(9)), (4, 1, 8, 0, 3, 2, 7, 6, 5)):
-        whole = Keys(5000)
+        whole = _Keys(5000)
         for k in order:
             whole.merge(gathered(5000, parts[k]))
         ties = whole.ties(2.0**-18)
@@ -125,7 +124,7 @@ def test_one_key_over_and_over_stays_small() -> None:
     keys = gathered(1000, *parts, np.arange(20_000))
     assert keys.ties(2.0**-40).count >= COPIES * (COPIES - 1) // 2
     assert keys.kept <= 1000
-    first = Keys(100, first=True)
+    first = _Keys(100, first=True)
     for part in parts:
         first.add(mixed(part.astype(np.uint64)), np.zeros(5000, np.uint32))
     assert first.ties(2.0**-40).count == 100 * 99 // 2
@@ -146,7 +145,7 @@ def test_one_size_that_is_said_often_is_found_among_many_numbers() -> None:
 
 def test_ties_expected_of_numbers_pairs_and_streams() -> None:
     def expected(numbers: int, chance: float) -> float:
-        keys = Keys(10)
+        keys = _Keys(10)
         keys.offered = numbers
         return keys.ties(chance).expected
 
@@ -158,10 +157,10 @@ def test_ties_expected_of_numbers_pairs_and_streams() -> None:
 
 
 def test_ties_are_judged_on_one_side_or_on_both() -> None:
-    assert Ties(1, 1e-10, (0, 1)).p_value == pytest.approx(1e-10)
-    assert Ties(0, 30.0, None).p_value == 1.0
-    assert Ties(0, 30.0, None).two_sided == pytest.approx(2.0 * np.exp(-30.0))
-    assert Ties(30, 30.0, (0, 1)).two_sided > 0.9
+    assert _Ties(1, 1e-10, (0, 1)).p_value == pytest.approx(1e-10)
+    assert _Ties(0, 30.0, None).p_value == 1.0
+    assert _Ties(0, 30.0, None).two_sided == pytest.approx(2.0 * np.exp(-30.0))
+    assert _Ties(30, 30.0, (0, 1)).two_sided > 0.9
 
 
 # ---- runs add up -----------------------------------------------------------------------------------------------------

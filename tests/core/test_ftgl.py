@@ -12,21 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, TreeAccountant
+from sottovoce.algorithms.follow_the_leader.accounting import (
+    Blocks,
+    LeafSensitivity,
+    OpenNodes,
+    TreeAccountant,
+    levels,
+    lowbit,
+)
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce.algorithms.follow_the_leader.conditions import Problem
 from sottovoce.algorithms.follow_the_leader.d_ftgl import DFtgl
 from sottovoce.algorithms.follow_the_leader.gossip import gossip_of
 from sottovoce.algorithms.follow_the_leader.parameters import PdFtglSpec
-from sottovoce.algorithms.follow_the_leader.tree import OpenNodes, levels, lowbit
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.algorithms.setting import Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
-from sottovoce.losses.logistic import Logistic
-from sottovoce.network.fixed import FixedNetwork
+from sottovoce.losses.linear import Logistic
+from sottovoce.network.topology import FixedNetwork
 from sottovoce.noise import Draw, Noise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.running.replay import replay

@@ -24,7 +24,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Regularity
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import SimulatedRound, simulate

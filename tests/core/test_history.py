@@ -15,9 +15,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data.schedule import stack
 from sottovoce.losses import Loss
 from sottovoce.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import Quadratic, Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, PassGlm, Quadratic, Ridge, Softmax
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3

@@ -15,7 +15,7 @@ from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.lab.watch.canaries import draw
 from sottovoce.lab.watch.watch import Watch
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.late import NONE, USED, Lateness, lateness, on_time
+from sottovoce.running.participation import NONE, USED, Lateness, lateness, on_time
 from sottovoce.running.replay import Replay, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate

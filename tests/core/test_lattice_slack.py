@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.budget.lattice_slack import SHARE, check_lattice
+from sottovoce.budget.composition import SHARE, check_lattice
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from tests.examples import small_run

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, infinite_horizon
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, _infinite_horizon
 from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.noise import grid
 from sottovoce.privacy.accountant import Accountant, guarantee
-from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, ThreatModel
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
@@ -119,14 +118,14 @@ WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
 def test_honest_budgets_of_mushrooms(mode: Mode, constants: Regularity, finite: float, infinite: float) -> None:
     relative = {2.1e4: 0.025, 1e38: 0.5}.get(finite, 0)  # printed to two digits, one digit, whole numbers
     assert epsilon(mode, constants, MUSHROOMS, 2000) == pytest.approx(finite, rel=relative, abs=0.5)
-    bound = infinite_horizon(mode, constants, SCHEDULES, MUSHROOMS)
+    bound = _infinite_horizon(mode, constants, SCHEDULES, MUSHROOMS)
     assert bound == infinite or bound == pytest.approx(infinite, rel=0, abs=0.5)
 
 
 def test_best_mushrooms_budget_takes_the_smaller_tail() -> None:
     assert epsilon("best", SPLIT_1, MUSHROOMS, 2000) == pytest.approx(243, rel=0, abs=0.5)
-    bound = infinite_horizon("best", SPLIT_1, SCHEDULES, MUSHROOMS)
-    assert bound < infinite_horizon("convex", SPLIT_1, SCHEDULES, MUSHROOMS)  # 326 with the tail of `convex`
+    bound = _infinite_horizon("best", SPLIT_1, SCHEDULES, MUSHROOMS)
+    assert bound < _infinite_horizon("convex", SPLIT_1, SCHEDULES, MUSHROOMS)  # 326 with the tail of `convex`
     assert bound > epsilon("best", SPLIT_1, MUSHROOMS, 20_000)
 
 
@@ -457,7 +456,7 @@ def test_infinite_horizon_bounds_every_finite_one(
     constants: Regularity, schedules: Schedules, learner: LearnerScales, mode: Mode
 ) -> None:
     schedules = replace(schedules, u=0.55, v=0.95)
-    bound = infinite_horizon(mode, constants, schedules, learner)
+    bound = _infinite_horizon(mode, constants, schedules, learner)
     accountant, spent = LdpDolAccountant(mode, constants, schedules, learner), 0.0
     for t in range(1500):
         spent += math.sqrt(learner.dim) * accountant.sensitivity / learner.laplace_scale(t)
@@ -470,7 +469,7 @@ def test_infinite_horizon_bounds_every_finite_one(
 def test_infinite_horizon_waits_until_steps_no_longer_overshoot(mode: Mode, gam0: float, ridge: float) -> None:
     """Strong coupling or ridge: the first rounds multiply Phi, and a tail that starts among them would miss it."""
     strong, constants = replace(SCHEDULES, gam0=gam0, v=0.95, u=0.55), replace(LOGISTIC, ridge=ridge)
-    bound = infinite_horizon(mode, constants, strong, LEARNER)
+    bound = _infinite_horizon(mode, constants, strong, LEARNER)
     accountant = LdpDolAccountant(mode, constants, strong, LEARNER)
     losses = []
     for _ in range(3000):
@@ -495,11 +494,11 @@ def test_infinite_horizon_is_the_formula(mode: Mode) -> None:
     head = sum(math.sqrt(3) * phi[t] / LEARNER.laplace_scale(t) for t in range(t1))
     k = max(2.0 * 2.0 / c_prime(t1), phi[t1] * (t1 + 1) ** p)
     tail = math.sqrt(2 * 3) / LEARNER.sigma * k * float(zeta(p + LEARNER.varsigma, t1 + 1))
-    assert infinite_horizon(mode, constants, schedules, LEARNER) == pytest.approx(head + tail, rel=1e-12)
+    assert _infinite_horizon(mode, constants, schedules, LEARNER) == pytest.approx(head + tail, rel=1e-12)
 
 
 def test_infinite_horizon_is_close_where_checked() -> None:
-    assert infinite_horizon("convex", SPLIT_1, SCHEDULES, MUSHROOMS) < 1.3 * epsilon(
+    assert _infinite_horizon("convex", SPLIT_1, SCHEDULES, MUSHROOMS) < 1.3 * epsilon(
         "convex", SPLIT_1, MUSHROOMS, 20_000
     )
 
@@ -516,13 +515,13 @@ def test_infinite_horizon_is_close_where_checked() -> None:
     ],
 )
 def test_infinite_horizon_is_infinite(mode: Mode, constants: Regularity, changes: dict[str, float]) -> None:
-    assert infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER) < math.inf
-    assert infinite_horizon(mode, constants, replace(SCHEDULES, **changes), LEARNER) == math.inf
+    assert _infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER) < math.inf
+    assert _infinite_horizon(mode, constants, replace(SCHEDULES, **changes), LEARNER) == math.inf
 
 
 def test_infinite_horizon_of_batches() -> None:
-    one = infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER)
-    assert infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER, batch_size=4) == pytest.approx(one / 4)
+    one = _infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER)
+    assert _infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER, batch_size=4) == pytest.approx(one / 4)
 
 
 def test_infinite_horizon_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,9 +533,9 @@ def test_infinite_horizon_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_scipy)
-    assert infinite_horizon("loose", LOGISTIC, SCHEDULES, LEARNER) == math.inf
+    assert _infinite_horizon("loose", LOGISTIC, SCHEDULES, LEARNER) == math.inf
     with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[audit\]'"):
-        infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER)
+        _infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER)
 
 
 # ---- the paper's formula and the guarantee ---------------------------------------------------------------------------
@@ -585,7 +584,7 @@ def test_guarantee_reports_its_grounds() -> None:
     assert set(promised.grounds.constants) == {"grad_change", "smoothness", "clip_norm", "ridge", "own_weight"}
     assert promised.grounds.constants["smoothness"].value == 0.25
     assert all(constant.enforced_by for constant in promised.grounds.constants.values())
-    assert promised.infinite_horizon == infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
+    assert promised.infinite_horizon == _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
     assert promised.paper == pytest.approx(meter.paper(9))
     assert promised.paper[-1] > promise("convex", SPLIT_1, 9).paper[-1]  # by the smaller own weight
     assert promised.adjacency.startswith("1 record of")
@@ -594,7 +593,7 @@ def test_guarantee_reports_its_grounds() -> None:
 @pytest.mark.parametrize(("counts", "batch"), [([2, 3, 2], 2), ([2, 0, 2], None)])
 def test_guarantee_continues_with_the_smallest_batch(counts: list[int], batch: int | None) -> None:
     promised = promise("convex", SPLIT_1, 3, counts=np.array(counts))
-    expected = infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER, batch) if batch else math.inf
+    expected = _infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER, batch) if batch else math.inf
     assert promised.infinite_horizon == expected
 
 

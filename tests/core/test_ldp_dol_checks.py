@@ -14,9 +14,8 @@ from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import LeastSquares, Ridge
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.losses.linear import LeastSquares, Logistic, PassGlm, Ridge
+from sottovoce.privacy.guarantee import Regularity
 from sottovoce.running.run import build_run
 from tests.examples import small_spec
 

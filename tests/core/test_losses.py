@@ -19,14 +19,22 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import AnyLoss, Loss, MarginLoss, mean_gradient, scale_rows
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
 from sottovoce.losses.history import start_history
-from sottovoce.losses.logistic import Logistic, PassGlm, chebyshev
-from sottovoce.losses.margin import sigmoid
-from sottovoce.losses.quadratic import LeastSquares, Quadratic, Ridge, Squared
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import (
+    Hinge,
+    LeastSquares,
+    Logistic,
+    PassGlm,
+    Quadratic,
+    Ridge,
+    SmoothedHinge,
+    Softmax,
+    Squared,
+    _chebyshev,
+)
+from sottovoce.losses.loss import sigmoid
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.regularity import regularity_of
+from sottovoce.privacy.guarantee import regularity_of
 from sottovoce.running.replay import replay
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -361,7 +369,7 @@ def test_the_approximation_is_chebyshevs_series(bound: float) -> None:
     first = series.chebfit(nodes, np.logaddexp(0.0, -bound * nodes), 199)[:3]
     constant, linear, square = series.cheb2poly(first)
 
-    assert chebyshev(bound) == pytest.approx((constant, 2 * square / bound**2), rel=1e-9)
+    assert _chebyshev(bound) == pytest.approx((constant, 2 * square / bound**2), rel=1e-9)
     assert linear / bound == pytest.approx(-0.5)
 
 
@@ -397,7 +405,7 @@ def test_numbers_of_the_approximation() -> None:
     assert loss.slope_error == pytest.approx(0.1713283, abs=1e-7)
     assert (loss.smoothness, loss.gradient_error) == (4 * loss.curvature, 2 * loss.slope_error)
     assert loss.gradient_change(3.0) == pytest.approx(loss.curvature * 4 * 3 + 2.0)
-    assert chebyshev(1e-6) == pytest.approx((math.log(2), 0.25), rel=1e-12)
+    assert _chebyshev(1e-6) == pytest.approx((math.log(2), 0.25), rel=1e-12)
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import IntArray
-from sottovoce.auditing.conformance.counts import gamma, maximum
 from sottovoce.auditing.conformance.marginal import Marginal
+from sottovoce.auditing.conformance.p_values import gamma, maximum
 from sottovoce.noise import grid
 from tests import blocks
 from tests.blocks import (

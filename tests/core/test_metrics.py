@@ -17,10 +17,10 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running import metrics
-from sottovoce.running.metrics import Curves, Metrics, Objective, checkpoints
+from sottovoce.running.metrics import Curves, Metrics, Objective, _checkpoints
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run, small_spec
@@ -288,7 +288,7 @@ def test_rounds_after_the_last_record_change_no_average() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 20, 25, 26, 30, 40, 60, 2000, 10**7])
 def test_checkpoints_are_few_and_reach_from_the_first_round_to_the_last(rounds: int) -> None:
-    points = checkpoints(rounds)
+    points = _checkpoints(rounds)
     assert points[0] == 1
     assert points[-1] == rounds
     assert min(rounds, 20) <= len(points) <= metrics.CHECKPOINTS

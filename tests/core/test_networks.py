@@ -14,14 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.errors import CaptureError, CheckFailed, SpecError
-from sottovoce.network.digests import Digests
-from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import Edges, RandomGraphs
-from sottovoce.network.mixing import Mixing, digest_of
-from sottovoce.network.network import Network, PeriodicNetwork, cut_off
+from sottovoce.network.network import Digests, Network, PeriodicNetwork, cut_off
 from sottovoce.network.roster import Roster
-from sottovoce.network.topology import Topology
-from sottovoce.network.weights import MetropolisWeights
+from sottovoce.network.topology import FixedNetwork, Topology
+from sottovoce.network.weights import MetropolisWeights, Mixing, digest_of
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run

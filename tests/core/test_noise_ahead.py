@@ -24,7 +24,7 @@ from scipy import stats
 from sottovoce.algorithms.interface import Who
 from sottovoce.arrays import FloatArray
 from sottovoce.noise import Draw, KeyedNoise, Noise, SeededNoise, SystemNoise, grid
-from sottovoce.noise.ahead import MOST_ROWS, Ahead, Row
+from sottovoce.noise.draw import MOST_ROWS, Ahead, Row
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from tests.core.test_noise import Entropy

@@ -11,7 +11,7 @@ import yaml
 
 from sottovoce.algorithms.interface import OnLattice
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said, off_lattice
+from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said, _off_lattice
 from sottovoce.noise import SeededNoise, grid
 from sottovoce.noise.mechanisms import lattice_of
 from sottovoce.running.run import Run, build_run
@@ -137,8 +137,8 @@ def test_memory_is_bounded_whatever_comes() -> None:
 
 def test_on_the_lattice_is_exact() -> None:
     values = np.array([0.0, -0.75, 1e300, 5.1, np.nextafter(0.25, 1), 2.0**52 + 0.5])
-    assert off_lattice(values, 0.25).tolist() == [False, False, False, True, True, False]
-    assert not off_lattice(np.array([1e100]), 1e-300).any()  # so large that it overflows
+    assert _off_lattice(values, 0.25).tolist() == [False, False, False, True, True, False]
+    assert not _off_lattice(np.array([1e100]), 1e-300).any()  # so large that it overflows
 
 
 def test_a_scale_next_to_a_power_of_two_has_the_finer_lattice() -> None:

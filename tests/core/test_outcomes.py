@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from sottovoce.auditing.audit import conclude, examine, few, gathered
-from sottovoce.auditing.levels import Levels
+from sottovoce.auditing.bounds import Levels
+from sottovoce.auditing.channel_tests import WHOLE, Starts
 from sottovoce.auditing.likelihood import Excess, Ratios, ratios
-from sottovoce.auditing.outcomes import WHOLE, Starts
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Recording, Share, overhear
 from sottovoce.auditing.verdict import Findings, Verdict, decide
+from sottovoce.auditing.worlds import Recording, Share, overhear
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import WEAK_EPSILON, ThreatModel
 from tests.claims import SETUPS

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.bounds import Levels
 from sottovoce.auditing.conformance import block as blocks
 from sottovoce.auditing.conformance.battery import INSTRUMENTS, Battery, examine_noise
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.conformance.block import Block, Instrument
 from sottovoce.auditing.conformance.lattice import _counted, _length, _trailing
 from sottovoce.auditing.conformance.regressors import _Noise
 from sottovoce.auditing.conformance.residuals import UNKNOWN, Residuals, Schedule, residuals
-from sottovoce.auditing.levels import Levels
 from sottovoce.auditing.swaps import swaps
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.noise import SeededNoise

@@ -12,10 +12,8 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.auditing.audit import Audit, conclude, examine, gathered
 from sottovoce.auditing.channel_tests import PairRuns, channel_tests, private_tests
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.private import QUANTITIES, differences
-from sottovoce.auditing.simulated import Recording, Share, overhear, shares
 from sottovoce.auditing.views import features
-from sottovoce.auditing.worlds import Worlds, chosen
+from sottovoce.auditing.worlds import QUANTITIES, Recording, Share, Worlds, chosen, differences, overhear, shares
 from sottovoce.data import PlacedData
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import SeededNoise

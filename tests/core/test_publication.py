@@ -11,9 +11,8 @@ from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.interface import SaysItsModel
 from sottovoce.arrays import FloatArray
 from sottovoce.noise import SeededNoise
-from sottovoce.running.publication import Cover, publication
 from sottovoce.running.replay import Replay
-from sottovoce.running.run import Run
+from sottovoce.running.run import Cover, Run, publication
 from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
 from tests.examples import small_run
 from tests.gossip import GOSSIP

@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce.auditing.audit import audit_simulated
 from sottovoce.auditing.plan import AuditPlan, divided, plan_audit
-from sottovoce.auditing.reach import blind, most, reaches
+from sottovoce.auditing.verdict import blind, most, reaches
 from sottovoce.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up

@@ -24,15 +24,14 @@ from sottovoce.experiment import Experiment
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.lab.watch.canaries import CanaryTest, draw
 from sottovoce.lab.watch.watch import Watch
-from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Mask, Roster
 from sottovoce.network.topology import Topology
+from sottovoce.network.weights import Mixing
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.privacy.regularity import regularity_of
-from sottovoce.running.amending import require_amendment, with_learner, without
+from sottovoce.privacy.guarantee import ThreatModel, regularity_of
 from sottovoce.running.metrics import Metrics
+from sottovoce.running.participation import require_amendment, with_learner, without
 from sottovoce.running.placement import place
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
@@ -72,7 +71,7 @@ def of_algorithm(name: str, absences: Any = ABSENCES, **sections: Any) -> RunSpe
 
 def there_at(spec: RunSpec) -> Mask:
     """`(rounds, learners)`, by the naive definition."""
-    return np.array([[not away(spec.absences or (), name, t) for name in spec.names] for t in range(spec.rounds)])
+    return np.array([[not away(spec.absences, name, t) for name in spec.names] for t in range(spec.rounds)])
 
 
 def away(absences: Any, name: str, t: int) -> bool:
@@ -299,7 +298,7 @@ def test_a_transcript_tells_no_more_than_is_promised(name: str) -> None:
 def test_who_is_never_there_changes_nothing_for_the_others(name: str) -> None:
     """The run of all but the last one is the same with it away as without it."""
     spec = of_algorithm(name, [{"learner": "dora"}])
-    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": None}, imports=True)
+    small = parse_spec({**spec.model_dump(mode="json"), "learners": NAMES[:3], "absences": []}, imports=True)
     data = made_up(spec)
     recorder = Recorder(SeededNoise(2))
     expected = heard_with(
@@ -352,7 +351,7 @@ def test_an_absent_learner_goes_on_alone_without_noise() -> None:
 
 
 def test_records_in_a_round_away_are_refused() -> None:
-    everybody = spec_of(None)
+    everybody = spec_of(())
     with pytest.raises(DataError, match="in rounds in which they are away, got some of ben in round 8: place"):
         next(simulate(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
 
@@ -385,7 +384,7 @@ def dataset(records: int = 64, **more: Any) -> Dataset:
 def test_no_records_are_placed_where_a_learner_is_away(reuse: bool, size: Any) -> None:
     """It learns the same ones in the same order, later; who is always there is placed as ever."""
     data = {"batch_size": size, "reuse": reuse, "order": "shuffled"}
-    with_absences, without_any = (place(spec_of(some, data=data), dataset()) for some in (ABSENCES, None))
+    with_absences, without_any = (place(spec_of(some, data=data), dataset()) for some in (ABSENCES, ()))
     there = there_at(spec_of())
     for i, (own, ever) in enumerate(zip(with_absences.learners, without_any.learners, strict=True)):
         assert not np.diff(own.offsets)[~there[:, i]].any()
@@ -435,7 +434,7 @@ def test_a_promise_covers_what_the_books_charge(name: str, batch: int) -> None:
 
 def test_after_the_last_round_nothing_is_charged() -> None:
     run = build_run(spec_of(), 3)
-    always = build_run(spec_of(None), 3).guarantee(1, np.ones(ROUNDS, np.int64))
+    always = build_run(spec_of(()), 3).guarantee(1, np.ones(ROUNDS, np.int64))
     promised = run.guarantee(1)
     assert not promised.per_round[8:].any() and promised.per_round[1:8].all()
     assert promised.epsilon() == promised.epsilon(8) == promised.infinite_horizon < np.inf
@@ -473,7 +472,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     expected[own.end :] = [0.0] * (ROUNDS - own.end)
     # The lattice's term is 3 * 2^-40 at most; of the first record, which is the dearest: it moves states for longest.
     np.testing.assert_allclose(run.guarantee(learner).per_round, expected, rtol=0, atol=1e-10)
-    always = build_run(spec_of(None), 3).guarantee(learner).per_round
+    always = build_run(spec_of(()), 3).guarantee(learner).per_round
     assert not np.allclose(always, run.guarantee(learner).per_round)
 
 
@@ -481,7 +480,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
 def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
     """As in a run that is planned to end then: by single records in all of their uses, too."""
     gone = {"data": {"reuse": True}, "absences": [{"learner": "ben", "first_round": 8}]}
-    run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": None, "rounds": 8}))
+    run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": (), "rounds": 8}))
     own, until = (made_up(each.spec, records=5).learners[1] for each in (run, short))
     assert run.attendance(1).end == 8
     records = record_losses(run.algorithm.accountant(1), own, 8)
@@ -522,7 +521,7 @@ DROP = {"late": "drop"}
 
 @pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpps", "d-ogd"])
 def test_a_run_may_go_on_without_a_learner_that_is_gone(name: str) -> None:
-    build_run(of_algorithm(name, None, clock=DROP), 3)
+    build_run(of_algorithm(name, (), clock=DROP), 3)
     build_run(of_algorithm(name, clock=DROP), 3)
 
 
@@ -535,7 +534,7 @@ def test_a_run_may_go_on_without_a_learner_that_is_gone(name: str) -> None:
 )
 def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text: str) -> None:
     with pytest.raises(CheckFailed) as failure:
-        build_run(of_algorithm(name, None, clock=DROP), 8)
+        build_run(of_algorithm(name, (), clock=DROP), 8)
     assert failure.value.code == "LATE_DROP"
     assert "cannot go on without a learner that is gone" in str(failure.value) and text in str(failure.value)
     assert "set clock.late to wait" in str(failure.value)
@@ -552,10 +551,10 @@ def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text:
 )
 def test_so_is_dropping_those_that_misbehave(name: str, clock: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckFailed) as failure:
-        build_run(of_algorithm(name, None, clock=clock, misconduct="drop"), 8)
+        build_run(of_algorithm(name, (), clock=clock, misconduct="drop"), 8)
     assert failure.value.code == "MISCONDUCT_DROP"
     assert text in str(failure.value) and "set misconduct to stop" in str(failure.value)
-    build_run(of_algorithm("ldp-dol", None, misconduct="drop"), 8)
+    build_run(of_algorithm("ldp-dol", (), misconduct="drop"), 8)
 
 
 def test_rounds_that_do_not_wait_need_everybody_from_one_round_on() -> None:

@@ -22,14 +22,11 @@ from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import load_dataset
 from sottovoce.data.columns import read_cells, read_columns
 from sottovoce.data.encoding import UNDECLARED, Encoded, Encoder
-from sottovoce.data.schema import MOST_FEATURES, Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import MOST_FEATURES, DataSpec, Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, load, prepare
 from sottovoce.lab.watch.canaries import draw
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, Ridge, Softmax
 from sottovoce.spec import codes_to_import, dump_spec, load_schema, load_spec, parse_spec, spec_schema
 from sottovoce_rpc.specs import document_from_wire, plan_hash, spec_from_wire, spec_to_wire
 

@@ -12,8 +12,8 @@ from scipy import stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.noise import Draw, Law, Recorder, SeededNoise, grid, streams
+from sottovoce.losses.linear import Ridge
+from sottovoce.noise import Draw, Law, Recorder, SeededNoise, grid, simulated
 from sottovoce.running import simulator
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -60,7 +60,7 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
             np.testing.assert_array_equal(batch.present, wanted.present)
 
 
-@pytest.mark.parametrize("count", [7, streams.AHEAD // 2, streams.AHEAD // 2 + 1, streams.AHEAD + 1])
+@pytest.mark.parametrize("count", [7, simulated.AHEAD // 2, simulated.AHEAD // 2 + 1, simulated.AHEAD + 1])
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
     source, rounds = SeededNoise(3), 40_000 // count + 2
@@ -117,7 +117,7 @@ def test_seeded_noise_is_the_same_for_any_number_of_replicas(
     law: Law, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two fields with vectors of two lengths, drawn in turns."""
-    monkeypatch.setattr(streams, "AHEAD", ahead)
+    monkeypatch.setattr(simulated, "AHEAD", ahead)
 
     def of(replicas: int) -> list[FloatArray]:
         source, lattice = SeededNoise(2), None if law == "spherical" else grid(2.0)

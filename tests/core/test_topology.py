@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.network.fixed import FixedNetwork
-from sottovoce.network.topology import Topology
+from sottovoce.network.topology import FixedNetwork, Topology
 
 pytestmark = pytest.mark.each
 

@@ -14,11 +14,10 @@ from sklearn.datasets import load_digits
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData, check_batch
-from sottovoce.data.labels import map_labels
+from sottovoce.data.encoding import map_labels
 from sottovoce.errors import CheckFailed, DataError, SpecError
 from sottovoce.losses import mean_gradient
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay
@@ -30,7 +29,7 @@ from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.losses.torch_module import LARGEST_PART, clipped_sum, trainable  # noqa: E402
+from sottovoce.losses.torch_module import LARGEST_PART, _clipped_sum, _trainable  # noqa: E402
 
 HERE = "tests.core.test_torch_loss"
 
@@ -94,7 +93,7 @@ def parameters(loss: TorchLoss, *lead: int, seed: int = 1) -> FloatArray:
 
 def by_hand(loss: TorchLoss, theta: FloatArray, batch: Batch) -> FloatArray:
     """`(records, dim)` clipped gradients, one backward pass each."""
-    weights = list(trainable(loss.made.module).values())
+    weights = list(_trainable(loss.made.module).values())
     torch.nn.utils.vector_to_parameters(torch.tensor(theta, dtype=loss.made.dtype), weights)
     rows = []
     for record, label in zip(batch.features, batch.labels, strict=True):
@@ -177,7 +176,7 @@ def test_leading_axes_broadcast() -> None:
 
 def test_gradients_that_are_not_finite_count_as_zero() -> None:
     gradients = np.array([[3.0, 4.0], [np.nan, 1.0], [np.inf, 0.0], [1e200, 1e200], [0.0, 0.0]])
-    np.testing.assert_allclose(clipped_sum(gradients, np.ones(5), 1.0), [0.6, 0.8])
+    np.testing.assert_allclose(_clipped_sum(gradients, np.ones(5), 1.0), [0.6, 0.8])
     loss, batch = linear_loss(3, 2), records(3, n_features=3, classes=2)
     theta = 1e200 * parameters(loss)
     far = Batch(batch.features * np.array([[1.0], [1e200], [1.0]]), batch.labels)  # scores of the second are infinite
@@ -226,7 +225,7 @@ def test_theta_is_the_trainable_parameters_one_after_the_other() -> None:
     np.testing.assert_allclose(loss.predict(weights, np.array([[1.0, 10.0, 100.0]])), [[210.0, 543.0]])
     network = loss_of()
     assert network.dim(64) == len(network.initial(0)) == 4 * 9 + 4 + 8 + 160 + 10
-    assert "temperature" not in trainable(network.made.module)
+    assert "temperature" not in _trainable(network.made.module)
 
 
 def test_the_start_depends_on_the_seed_alone() -> None:

@@ -19,10 +19,10 @@ PAGES = {
     "sottovoce.algorithms.follow_the_leader": "pd-ftgl.md",
     "sottovoce.algorithms.dual_averaging": "dpsda.md",
     "sottovoce.losses.torch": "torch.md",
-    "sottovoce.data.schema": "schema.md",
+    "sottovoce.data.spec.Schema": "schema.md",
     "sottovoce.data.fields": "schema.md",
 }
-"""Where fields stand that docs/spec.md leaves to another page, by the module of their section."""
+"""Where fields stand that docs/spec.md leaves to another page, by the beginning of their section's name."""
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
 WORD = re.compile(r"[\w-]+")
@@ -64,7 +64,8 @@ def walked(section: type[Section], seen: set[type[Section]]) -> set[type[Section
 
 
 def page_of(section: type[Section]) -> str:
-    return next((page for module, page in PAGES.items() if section.__module__.startswith(module)), "spec.md")
+    name = f"{section.__module__}.{section.__qualname__}"
+    return next((page for beginning, page in PAGES.items() if name.startswith(beginning)), "spec.md")
 
 
 def words_of(page: str) -> set[str]:

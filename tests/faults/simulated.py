@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.noise import Draw, KeyedNoise, Noise
-from sottovoce.running.late import NONE, USED
+from sottovoce.running.participation import NONE, USED
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec

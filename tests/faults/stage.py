@@ -60,7 +60,7 @@ def spec_of(clock: str, seconds: float, deadline_s: float, late: str = "wait", *
     if late != "async":  # a clock of its own: nobody is waited for at all
         chosen |= {"late": late, "late_s": LATE_S} if late == "hold" else {"late": late}
     rounds = round(seconds / PERIOD_S if paced else seconds * FREE_ROUNDS)
-    absences = [{"learner": NAMES[-1]}] if place else None
+    absences = [{"learner": NAMES[-1]}] if place else []
     return small_spec(rounds, list(NAMES), clock=chosen, capture="relay", absences=absences)
 
 

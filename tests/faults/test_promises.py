@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.running.late import on_time
+from sottovoce.running.participation import on_time
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec

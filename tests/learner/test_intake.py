@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
 from sottovoce.losses import bounded
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.quadratic import Ridge
+from sottovoce.losses.linear import Logistic, Ridge
 from sottovoce.network.roster import Attendance
 from sottovoce_learner import intake as intaking
 from sottovoce_learner.intake import Intake, Planned

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError, RemoteProtocolError, SottovoceError
-from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.linear import Logistic
 from sottovoce.network.roster import Attendance
 from sottovoce_learner.intake import Live, Taken, intake_for
 from sottovoce_learner.log import DiskFull

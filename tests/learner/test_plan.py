@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.digests import Digests
-from sottovoce.network.mixing import digest_of
+from sottovoce.network.network import Digests
 from sottovoce.network.topology import Topology
+from sottovoce.network.weights import digest_of
 from sottovoce_learner.plan import Plan
 
 TURNS = {

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from sottovoce.errors import SottovoceError
-from sottovoce.running.amending import with_learner, without
+from sottovoce.running.participation import with_learner, without
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator import amending
 from sottovoce_coordinator.courses import Course

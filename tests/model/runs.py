@@ -16,9 +16,9 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import as_floats
-from sottovoce.network.digests import Digests
+from sottovoce.network.network import Digests
 from sottovoce.network.roster import Attendance
-from sottovoce.running.late import USED, slots, used_field
+from sottovoce.running.participation import USED, slots, used_field
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce_learner.books import Books
@@ -69,7 +69,7 @@ def absences_of(spec: RunSpec) -> str:
 def run_of(shape: Shape) -> Run:
     """The run itself."""
     clock: dict[str, Any] = {"window": shape.window, "late": shape.late}
-    absences = json.loads(shape.absences) or None
+    absences = json.loads(shape.absences)
     spec = small_spec(shape.rounds, shape.learners, clock=clock, topology={"graph": shape.graph}, absences=absences)
     return build_run(spec, FEATURES)
 

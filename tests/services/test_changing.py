@@ -13,8 +13,8 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.network.digests import Digests
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Digests
+from sottovoce.network.weights import Mixing
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.late import NONE, USED, on_time
+from sottovoce.running.participation import NONE, USED, on_time
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate

@@ -103,7 +103,7 @@ def misbehaving(
     monkeypatch.setattr(Session, "__init__", make)
 
 
-def spec_of(policy: str | None = None, clock: dict[str, Any] = LONG, **more: Any) -> RunSpec:
+def spec_of(policy: str = "stop", clock: dict[str, Any] = LONG, **more: Any) -> RunSpec:
     topology = {"topology": COMPLETE, "capture": "mirror", **more}
     return small_spec(ROUNDS, NAMES, misconduct=policy, clock=clock, **topology)
 
@@ -248,7 +248,7 @@ async def test_who_accuses_falsely_moves_nobody(tmp_path: Path, monkeypatch: pyt
     async with network(tmp_path, NAMES, noise=noise, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
-    assert (outcome.state, outcome.detail, outcome.absences) == ("finished", "", None)
+    assert (outcome.state, outcome.detail, outcome.absences) == ("finished", "", ())
     assert {(by, each.learner) for by, each in known} == {(DORA, 0), (DORA, 1), (DORA, 2)}
     run = build_run(spec, 3)
     np.testing.assert_allclose(transcript_of(outcome, run).fields["y"], said.fields["y"], rtol=1e-9, atol=1e-12)
@@ -282,9 +282,9 @@ async def test_who_misbehaves_saves_itself_by_no_accusation(tmp_path: Path, monk
 # ---- clip ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "same"), [("clip", True), (None, False)])
+@pytest.mark.parametrize(("policy", "same"), [("clip", True), ("stop", False)])
 async def test_what_is_clipped_is_clipped_alike_in_the_service_after_a_death_and_in_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, same: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, same: bool
 ) -> None:
     """Dora says a huge number to all, once; ann is started again after that. What is said then follows by a run that clips."""
     clock = {"mode": "paced", "period_s": 0.02, "window": 8, "deadline_s": 100.0}

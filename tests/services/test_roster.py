@@ -16,7 +16,7 @@ import pytest
 from sottovoce.errors import CaptureError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.amending import require_amendment
+from sottovoce.running.participation import require_amendment
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -150,7 +150,7 @@ async def test_who_died_goes_on_from_its_log_with_absences(tmp_path: Path, name:
 
 # ---- leaving and joining a run under way -----------------------------------------------------------------------------
 
-OPEN = {"topology": COMPLETE, "absences": None, "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
+OPEN = {"topology": COMPLETE, "absences": (), "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
 
 
 async def ask(up: Network, name: str, request: Any) -> coordinator_pb2.Run:
@@ -195,7 +195,7 @@ async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
 
 async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     spec = small_spec(**{**PLACE, **OPEN, "absences": [{"learner": "dora"}]})
-    everybody = spec.model_copy(update={"absences": None})
+    everybody = spec.model_copy(update={"absences": ()})
     noise, _ = noise_for(build_run(everybody, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec), place=made_up))
@@ -244,7 +244,7 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
         await up.leave("dora")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.absences
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:3])
     run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
     for field, said in transcript_of(outcome, run).fields.items():
@@ -275,7 +275,7 @@ async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_
             await up.leave("dora")
             outcome = await running
     assert outcome.state == "finished", outcome.detail
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.absences
     assert (absence.learner, absence.first_round, dict(absence.unheard)) == ("dora", 60, dict.fromkeys(NAMES[:3], 60))
 
 
@@ -377,13 +377,13 @@ def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) 
 
 async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
     """It has passed over rounds that it is told of again."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)
         await leave(up, up.learners["ann"].status.run_id, "cleo")
         outcome = await running
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.absences
     assert (absence.learner, absence.first_round, absence.until_round) == ("cleo", 5, None) and not absence.unheard
     require_simulated(outcome, PAUSE, noise)
 
@@ -391,7 +391,7 @@ async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cleo", "dora"])
 async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: str) -> None:
     """Who pauses itself, or another one: that has learned of the last round that it said, too."""
-    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": ()}), 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
         await up.until("ann", LearnerState.RUNNING, 8)
@@ -400,7 +400,7 @@ async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: s
         await up.until_gone(name)
         await leave(up, run_id, name)
         outcome = await running
-    assert {each.learner for each in outcome.absences or () if each.unheard} == {name}
+    assert {each.learner for each in outcome.absences if each.unheard} == {name}
     require_simulated(outcome, PAUSE, noise, NAMES.index(name))
 
 
@@ -440,7 +440,7 @@ async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, m
         asked.cancel()
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+    assert [each.learner for each in outcome.absences] == ["dora"]
 
 
 async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
@@ -502,7 +502,7 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
             while (refusal := await left(up, run_id, name)) is not None:
                 assert "has no round under way" in refusal
         outcome = await running
-    (absence,) = outcome.absences or ()
+    (absence,) = outcome.absences
     assert absence.learner == name and absence.first_round >= 10 and not absence.unheard
     require_simulated(outcome, spec, noise)
 
@@ -551,7 +551,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
         await up.leave("dora")
         outcome = await running
     assert tries.count("keep") > 1 and tries.count("amend") == 2
-    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+    assert [each.learner for each in outcome.absences] == ["dora"]
     require_simulated(outcome, spec, noise, 3)
 
 
@@ -567,7 +567,7 @@ async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(
         missed_soon(monkeypatch)
         await asyncio.gather(up.leave("cleo"), up.leave("dora"))
         outcome = await running
-    first = {each.learner: each.first_round for each in outcome.absences or ()}
+    first = {each.learner: each.first_round for each in outcome.absences}
     assert first.keys() == {"cleo", "dora"} and len(set(first.values())) == 1
     require_simulated(outcome, spec, noise, 2, 3)
 
@@ -664,7 +664,7 @@ async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
         assert "ben did not rest within the deadline" in (refusal.details() or "")
         outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences or ()] == ["ben"]
+    assert [each.learner for each in outcome.absences] == ["ben"]
 
 
 async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,7 +682,7 @@ async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(operate, "feed", undelivered)
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+    assert [each.learner for each in outcome.absences] == ["dora"]
 
 
 async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_path: Path) -> None:
@@ -708,7 +708,7 @@ async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_p
                 await up.leave(name)
             outcome = await running
     assert outcome.state == "finished", outcome.detail
-    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+    assert [each.learner for each in outcome.absences] == ["dora"]
 
 
 async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.lab.watch.watch import Watch
-from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import build_run
+from sottovoce.running.transcript import KEPT, Assembly
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.lookout import Row

@@ -19,20 +19,18 @@ from rich.text import Text
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, Coins, audit_simulated
 from sottovoce.auditing.blackbox import VIEWS
-from sottovoce.auditing.bounds import Bound, runs_needed
-from sottovoce.auditing.levels import Family
+from sottovoce.auditing.bounds import Bound, Family, runs_needed
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.swaps import as_placed, mirrored
 from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data.encoding import Encoder
-from sottovoce.data.schema import Schema
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
-from sottovoce_client.auditing.document import audit_file
-from sottovoce_client.auditing.report import COINS, about, audit_page
+from sottovoce_client.auditing.report import COINS, about, audit_file, audit_page
 from sottovoce_client.backends import Mapper
 from sottovoce_client.counting import counted
 from sottovoce_client.documents import write_json
@@ -293,12 +291,12 @@ def print_verdict(
         console.print(Text(f"also: {more}"))
     if len(verdict.evidence) > _TOLD:
         console.print(Text(f"and {len(verdict.evidence) - _TOLD} more: audit.json"))
-    print_rows(rows, console)
+    _print_rows(rows, console)
     for text in notes:
         console.print(Text(text, style="dim"))
 
 
-def print_rows(rows: Iterable[TableRow], console: Console) -> None:
+def _print_rows(rows: Iterable[TableRow], console: Console) -> None:
     """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
     if console.width < _NARROW:
         for family, what, result, bound, claim in rows:

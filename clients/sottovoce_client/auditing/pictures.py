@@ -10,7 +10,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.audit import Audit, LearnerLoss
-from sottovoce.auditing.twins import Twins
+from sottovoce.auditing.worlds import Twins
 from sottovoce_client.auditing.plots import WORLDS
 from sottovoce_client.reports.drawing import (
     BLUE,

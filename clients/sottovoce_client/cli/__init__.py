@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sottovoce.errors import SottovoceError
-from sottovoce.plain import plain_lines
+from sottovoce.text import plain_lines
 from sottovoce_client.cli.app import (
     INTERRUPTED,
     app,

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 
 if TYPE_CHECKING:
@@ -460,7 +460,7 @@ def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) ->
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce.experiment import prepare
 
     return prepare(spec, folders=data_folders(), live=live, learned=learned)

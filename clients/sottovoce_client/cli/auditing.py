@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
@@ -229,7 +229,7 @@ def _made(
 
     try:
         if on == "wiretap":
-            from sottovoce_client.auditing.ciphertext import audit_ciphertext_to
+            from sottovoce_client.auditing.network import audit_ciphertext_to
 
             code = audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
         else:
@@ -268,7 +268,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import show
     from sottovoce_client.auditing.captures import audit_of, earlier
-    from sottovoce_client.auditing.ciphertext import audit_ciphertext, show_ciphertext
+    from sottovoce_client.auditing.network import audit_ciphertext, show_ciphertext
 
     console = terminal.console()
     with terminal.bar("reading captures") as say:
@@ -302,7 +302,7 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.lab.gallery.gallery import gallery as show
     from sottovoce_client.lab.gallery.gallery import gallery_of

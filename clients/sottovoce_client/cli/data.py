@@ -15,7 +15,7 @@ from sottovoce_client.cli.app import AsJson, address, data_app
 @data_app.command("list")
 def list_(as_json: AsJson = False) -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
 
@@ -59,13 +59,13 @@ def fetch(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
     from rich.text import Text
 
-    from sottovoce.data.folders import data_folders, find
+    from sottovoce.data.known import data_folders, find
     from sottovoce_client import terminal
-    from sottovoce_client.data.catalogue import known
+    from sottovoce_client.data.catalogue import require_known
     from sottovoce_client.data.fetch import fetch as bring
 
     told: list[dict[str, Any]] = []
-    sources, console = [known(name) for name in dict.fromkeys(names)], terminal.console()
+    sources, console = [require_known(name) for name in dict.fromkeys(names)], terminal.console()
     folders = (folder,) if folder else data_folders()
     if not folders:
         raise SpecError("there is no folder to put data sets in: give one with --folder, or set SOTTOVOCE_DATA to one")
@@ -110,8 +110,8 @@ def describe(
 
     Of a file of your own these are figures of its records: nothing protects them.
     """
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
-    from sottovoce_client.data.describe import describe as show
+    from sottovoce_client.data.catalogue import describe as show
 
     show(source, data_folders(), terminal.console(), label)

@@ -244,7 +244,7 @@ def http(
     as_json: AsJson = False,
 ) -> None:
     """Feed what clients POST to /records, as JSON (extra `feed`). They are answered when the learner has it in keeping."""
-    from sottovoce.data.files import import_extra
+    from sottovoce.optional import import_extra
 
     for module in ("starlette", "uvicorn"):
         import_extra(module, module, "sottovoce feed http", "feed")

@@ -27,7 +27,7 @@ def infer(
 
     Never draft from records that are to be protected. Put what is possible in place of what was seen.
     """
-    from sottovoce_client import schemas
+    from sottovoce_client.data import schemas
 
     schemas.infer(sample, label, out)
 
@@ -49,7 +49,7 @@ def check(
     Counts of your own records are figures of them: nothing protects them.
     """
     from sottovoce.spec import load_schema, load_spec
-    from sottovoce_client import schemas
+    from sottovoce_client.data import schemas
 
     fits = schemas.check(load_schema(schema), records, None if spec is None else load_spec(spec))
     raise typer.Exit(0 if fits else 1)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
 
@@ -18,23 +18,23 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
 
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
-    from sottovoce.data.folders import data_folders
+    from sottovoce.data.known import data_folders
     from sottovoce.running.policy import default_policy_caution
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
-    from sottovoce_client.data.reading import graph_lines
+    from sottovoce_client.data.schemas import graph_lines
     from sottovoce_client.wording import ALONE, plural
 
     prepared = prepared_from(load_spec(spec), live=True)
     warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run)]
     if not prepared.run.spec.data.live:
-        from sottovoce_client.data.reading import long_rows
+        from sottovoce_client.data.schemas import long_rows
 
         warnings += long_rows(prepared.run.spec, prepared.data)
     for finding in warnings:
         typer.echo(plain(f"warning: {finding.text} [{finding.code}]"))
     if prepared.run.spec.data.schema is not None:
-        from sottovoce_client.schemas import used_lines
+        from sottovoce_client.data.schemas import used_lines
 
         for line in used_lines(prepared.run.spec, prepared.run.spec.data.schema):
             typer.echo(plain(line))
@@ -42,7 +42,7 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     if prepared.run.spec.data.intercept:
         width = f"{plural(prepared.data.n_features - 1, 'feature')} and an intercept"
     if not prepared.run.spec.data.live:
-        from sottovoce_client.data.reading import reading_lines
+        from sottovoce_client.data.schemas import reading_lines
 
         for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
             typer.echo(plain(line))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.cli.app import MOST, AsJson, app, real
 
 
@@ -68,7 +68,7 @@ def init(
 
     Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
     """
-    from sottovoce.plain import plain
+    from sottovoce.text import plain
     from sottovoce_client.documents import new_file, require_new
     from sottovoce_client.starting import Wishes, begin, next_commands
     from sottovoce_client.terminal import print_json

@@ -1,19 +1,27 @@
-"""`sottovoce data list`: every data set that has a name, and whether it is on this machine."""
+"""`sottovoce data list` and `sottovoce data describe`: the data sets that have a name, and what one holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.data.folders import VARIABLE, cache_folder, find
-from sottovoce.data.known import KNOWN, KnownSource, nearest
+from sottovoce.arrays import FloatArray
+from sottovoce.data.dataset import read_source
+from sottovoce.data.encoding import alike
+from sottovoce.data.files import RawTable
+from sottovoce.data.known import KNOWN, VARIABLE, KnownSource, cache_folder, find, nearest
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SpecError
 from sottovoce_client import terminal
-from sottovoce_client.wording import NOTHING
+from sottovoce_client.data.fetch import digest_of
+from sottovoce_client.wording import NOTHING, plural
 
 HEADS = ("name", "records", "held out", "features", "classes", "task", "licence", "download", "here")
 _NUMBERS = ("records", "held out", "features", "classes", "download")
@@ -21,7 +29,7 @@ _SPARE = ("licence", "held out", "classes", "task")
 """Least needed first, where a terminal is narrow."""
 
 
-def known(name: str) -> KnownSource:
+def require_known(name: str) -> KnownSource:
     """The data set of this name.
 
     Raises:
@@ -53,13 +61,13 @@ def show(folders: Sequence[Path], console: Console) -> None:
     console.print("to get one that is not here: sottovoce data fetch NAME")
     terminal.tell(
         lambda: [
-            {**facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
+            {**_facts_of(source), "download_bytes": source.download, "here": _here(source, folders)}
             for source in KNOWN.values()
         ]
     )
 
 
-def facts_of(source: KnownSource) -> dict[str, Any]:
+def _facts_of(source: KnownSource) -> dict[str, Any]:
     """What is known of a data set before it is here, for programs."""
     names = ("name", "title", "task", "records", "held_out", "features", "classes", "licence", "citation", "page")
     return {name: getattr(source, name) for name in names}
@@ -80,3 +88,243 @@ def _here(source: KnownSource, folders: Sequence[Path]) -> str:
 
 def _called(folder: Path) -> str:
     return "cache" if folder == cache_folder() else "yours"
+
+
+_MOST_ROWS = 24
+"""Of features that are shown, and of classes."""
+_NAMED = 8
+"""Constant features that are named."""
+_BLOCK = 64
+"""Features that are looked at together, so that a large table needs no second copy of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Neighbouring columns of one kind and range.
+
+    Attributes:
+        first, last: their names, or their numbers from 0.
+        columns: how many they are.
+        kind: `constant`, `0 or 1`, `whole numbers` or `numbers`.
+        least, most: of all their values.
+    """
+
+    first: str
+    last: str
+    columns: int
+    kind: str
+    least: float
+    most: float
+
+
+def _features_of(table: RawTable) -> list[Feature]:
+    """The columns of a table; neighbours of one kind and range are one entry."""
+    found: list[Feature] = []
+    names = table.columns or [str(k) for k in range(table.features.shape[1])]
+    for name, kind, least, most in zip(names, *_kinds(table.features), strict=True):
+        last = found[-1] if found else None
+        if last is not None and (last.kind, last.least, last.most) == (kind, least, most):
+            found[-1] = Feature(last.first, name, last.columns + 1, kind, least, most)
+        else:
+            found.append(Feature(name, name, 1, kind, least, most))
+    return found
+
+
+def _kinds(features: FloatArray) -> tuple[list[str], list[float], list[float]]:
+    """Kind, least and largest value of every column of `(records, features)`."""
+    least, most = features.min(axis=0), features.max(axis=0)
+    kinds = []
+    for start in range(0, features.shape[1], _BLOCK):
+        block = features[:, start : start + _BLOCK]
+        whole = (block == np.floor(block)).all(axis=0)
+        for low, high, integers in zip(least[start:], most[start:], whole, strict=False):
+            kinds.append(_kind(low, high, integers))
+    return kinds, least.tolist(), most.tolist()
+
+
+def _kind(least: float, most: float, whole: bool) -> str:
+    if least == most:
+        return "constant"
+    if not whole:
+        return "numbers"
+    return "0 or 1" if (least, most) == (0, 1) else "whole numbers"
+
+
+def constant_note(table: RawTable) -> str:
+    """The features that have one value in all records, in a sentence; empty where there is none."""
+    spread = np.ptp(table.features, axis=0)
+    names = table.columns or [f"column {k}" for k in range(table.features.shape[1])]
+    same = [name for name, width in zip(names, spread, strict=True) if not width]
+    if not same or len(table.labels) < 2:
+        return ""
+    more = f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    has, it, its = ("has", "it", "its") if len(same) == 1 else ("have", "them", "their")
+    return (
+        f"{', '.join(same[:_NAMED])}{more} {has} the same value in all records: nothing can be learned from {it}, and every "
+        f"message carries {its} noise; leave {it} out"
+    )
+
+
+def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
+    """Labels in ascending order, and how many records to learn from have each; None: they are numbers of a regression.
+
+    These are numbers some of which are not whole, or more than a thousand different ones, or more than twenty with fewer than
+    ten records each on average.
+    """
+    held_out = table.labels[:0] if table.test is None else table.test[1]
+    labels = np.unique(np.concatenate([table.labels, held_out]))
+    counts = np.bincount(np.searchsorted(labels, table.labels), minlength=len(labels))
+    many = len(labels) > 1_000 or (len(labels) > 20 and 10 * len(labels) > len(table.labels))
+    if labels.dtype.kind == "f" and (many or not (labels == np.floor(labels)).all()):
+        return None
+    texts = [f"{label:g}" if labels.dtype.kind == "f" else str(label) for label in labels]
+    return list(zip(texts, counts.tolist(), strict=True))
+
+
+def example(source: str, table: RawTable, label: str | None = None) -> str:
+    """A run spec that learns from it, as YAML; `label` is the label column, where it was said."""
+    classes = classes_of(table)
+    data: dict[str, Any] = {"source": source, **({"label": label} if label else {})}
+    document: dict[str, Any] = {
+        "name": "example",
+        "rounds": 500,
+        "algorithm": "ldp-dol",
+        "loss": "logistic",
+        "data": data,
+    }
+    if table.round is not None:
+        document["rounds"] = int(np.max(table.round.astype(np.float64))) + 1
+    else:
+        data |= {"scale": "standard", "batch_size": 4, "reuse": True}
+    if table.learner is not None:
+        named = table.learner.dtype.kind in "US"
+        known = np.unique(table.learner)
+        document["learners"] = [str(name) for name in known] if named else int(known.astype(np.float64).max()) + 1
+    if classes is None:
+        bound = float(np.ceil(np.abs(table.labels).max()))
+        document["loss"] = {"kind": "ridge", "label_bound": bound or 1.0}
+    elif len(classes) > 2:
+        document["loss"] = {"kind": "softmax", "classes": len(classes)}
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True)
+
+
+# ---- on the terminal -------------------------------------------------------------------------------------------------
+
+
+def describe(source: str, folders: Sequence[Path], console: Console, label: str | None = None) -> None:
+    """Print what a data set holds.
+
+    Args:
+        source: as `data.source`: a name, or a path.
+        folders: where data sets that have a name are looked for.
+        console: where to print.
+        label: the label column of a file.
+
+    Raises:
+        SpecError: there is no such source.
+        DataError: its records are unusable.
+    """
+    known = KNOWN.get(source) if Path(source).suffix else require_known(source)
+    path = find(source, folders) if known else Path(source)
+    if known and known.originals and path is None:
+        console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))
+        terminal.tell(lambda: {"source": source, "published": _facts_of(known), "file": None})
+        return
+    table = read_source(DataSpec(source=source, label=label), folders)
+    rows = [*_about(known)] if known else [("source", source)]
+    rows += [*_held(table, known)]
+    if path is not None and (known is None or known.originals):
+        rows.append(("file", f"{path}, {path.stat().st_size:,} bytes, {digest_of(path.read_bytes())}"))
+    rows += [*_originals(known)] if known else []
+    console.print(_facts(rows))
+    _print_features(table, console)
+    if note := constant_note(table):
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    classes = classes_of(table)
+    if classes is None or len(classes) > 1:
+        console.print("\nA spec that uses it:\n", style="dim")
+        console.print(Text(example(source, table, label)), end="", soft_wrap=True)
+    terminal.tell(
+        lambda: {
+            "source": source,
+            "published": None if known is None else _facts_of(known),
+            "file": path,
+            "records": len(table.features),
+            "held_out": 0 if table.test is None else len(table.test[1]),
+            "features": _features_of(table),
+            "classes": None if classes is None else [{"label": text, "records": many} for text, many in classes],
+        }
+    )
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> Any:
+    grid = terminal.facts()
+    for name, text in rows:
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
+    yield "source", f"{known.name}: {known.title}"
+    yield "task", known.task
+    more = f", and {known.held_out:,} held out for tests" if known.held_out else ""
+    yield (
+        "published",
+        f"{known.records:,} records{more}; {plural(known.features, 'feature')}; {_classes(len(known.classes))}",
+    )
+    yield "licence", known.licence
+    yield "cite", known.citation
+    yield "page", known.page
+
+
+def _originals(known: KnownSource) -> Iterator[tuple[str, str]]:
+    for original in known.originals:
+        yield "original", f"{original.name}, {original.digest or 'no checksum is known'}"
+
+
+def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str]]:
+    held_out = f", and {len(table.test[1]):,} held out for tests" if table.test is not None else ""
+    yield "records", f"{len(table.features):,}{held_out}"
+    yield "features", f"{table.features.shape[1]:,}"
+    classes = classes_of(table)
+    if classes is None:
+        yield "labels", f"numbers from {_number(table.labels.min())} to {_number(table.labels.max())}"
+    else:
+        names = known.classes if known and len(known.classes) == len(classes) else [""] * len(classes)
+        shown = [
+            f"{label}{f' {name}' if name not in ('', label) else ''}: {count:,}"
+            for (label, count), name in zip(classes, names, strict=True)
+        ]
+        more = f"; … {len(shown) - _MOST_ROWS:,} more" if len(shown) > _MOST_ROWS + 4 else ""
+        yield _classes(len(classes)), "; ".join(shown[: _MOST_ROWS if more else None]) + more
+    if classes is not None and (told := alike(name for name, _ in classes)):
+        yield "note", f"labels {told}"
+    if table.learner is not None:
+        known_learners = np.unique(table.learner)
+        yield "learners", f"{len(known_learners):,} in the column learner, which says whose a record is"
+    if table.round is not None:
+        yield "rounds", "in the column round, which says when a record is learned"
+
+
+def _classes(many: int) -> str:
+    return "1 class" if many == 1 else f"{many:,} classes"
+
+
+def _print_features(table: RawTable, console: Console) -> None:
+    found = _features_of(table)
+    shown = terminal.table("feature", "kind")
+    for head in ("how many", "least", "largest"):
+        shown.add_column(head, justify="right")
+    for each in found[:_MOST_ROWS]:
+        name = each.first if each.columns == 1 else f"{each.first} … {each.last}"
+        shown.add_row(Text(name), each.kind, f"{each.columns:,}", _number(each.least), _number(each.most))
+    console.print()
+    console.print(shown)
+    if rest := found[_MOST_ROWS:]:
+        least, most = min(each.least for each in rest), max(each.most for each in rest)
+        console.print(f"… and {sum(each.columns for each in rest):,} more, from {_number(least)} to {_number(most)}")
+
+
+def _number(value: float) -> str:
+    """In full where it is whole."""
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"

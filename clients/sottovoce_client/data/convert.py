@@ -1,22 +1,93 @@
 """From the files that owners publish to the arrays that `read_npz` reads, one function for each data set.
 
-A value that is missing (`?`) has the code -1. Labels are numbers, in the order of the source's `classes`.
+A value that is missing (`?`) has the code -1. Labels are numbers, in the order of the source's `classes`. Archives are unpacked
+in memory: never more than was expected, and no name in an archive becomes a path.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import struct
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.data.files import import_extra
 from sottovoce.data.known import KnownSource
 from sottovoce.errors import DataError
-from sottovoce_client.data.unpack import gunzip, untar
+from sottovoce.optional import import_extra
+
+_BROKEN = (EOFError, OSError, zlib.error, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""
+
+
+def gunzip(packed: bytes, most: int) -> bytes:
+    """What is in a gzip file.
+
+    Raises:
+        DataError: it is none, it ends too early, or there are more than `most` bytes in it.
+    """
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+            return _read(file, most)
+    except EOFError:
+        raise DataError(f"the gzip file ends too early, after {len(packed):,} bytes: it did not arrive whole") from None
+    except _BROKEN:
+        raise DataError("must be a gzip file, and is none, or a broken one") from None
+
+
+def unzip(packed: bytes, member: str, most: int) -> bytes:
+    """A file of a zip archive.
+
+    Raises:
+        DataError: it is no such archive, lacks the file, or the file has more than `most` bytes.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive, archive.open(member) as file:
+            return _read(file, most)
+    except KeyError:
+        raise DataError(f"the zip archive must hold {member}, and does not") from None
+    except _BROKEN:
+        raise DataError("must be a zip archive, and is none, or a broken one") from None
+
+
+def _untar(packed: bytes, members: Sequence[str], most: int) -> list[bytes]:
+    """Files of a `.tar.gz` archive.
+
+    Raises:
+        DataError: it is no such archive, lacks one of them, one is a link, or there are more than `most` bytes in it.
+    """
+    content = gunzip(packed, most)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            return [_member(archive, member, most) for member in members]
+    except _BROKEN:
+        raise DataError("must be a tar archive, and is none, or a broken one") from None
+
+
+def _member(archive: tarfile.TarFile, name: str, most: int) -> bytes:
+    try:
+        found = archive.getmember(name)
+    except KeyError:
+        raise DataError(f"the tar archive must hold {name}, and does not") from None
+    file = archive.extractfile(found) if found.isreg() else None  # a link leads elsewhere
+    if file is None:
+        raise DataError(f"{name} in the tar archive must be a file, and is something else")
+    with file:
+        return _read(file, most)
+
+
+def _read(file: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"there must be at most {most:,} bytes in it, and there are more")
+    return content
+
 
 Arrays = dict[str, npt.NDArray[Any]]
 Files = Mapping[str, bytes]
@@ -252,7 +323,7 @@ _CIFAR_SHAPE = (3, 32, 32)
 def _cifar10(source: KnownSource, files: Files) -> Arrays:
     """A record is its label and three planes of 32 x 32; pictures become (height, width, colour)."""
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
-    batches = untar(files["cifar-10-binary.tar.gz"], [f"{_CIFAR_FOLDER}/{name}" for name in names], 1 << 28)
+    batches = _untar(files["cifar-10-binary.tar.gz"], [f"{_CIFAR_FOLDER}/{name}" for name in names], 1 << 28)
     records = [np.frombuffer(batch, np.uint8).reshape(-1, 1 + int(np.prod(_CIFAR_SHAPE))) for batch in batches]
 
     def pictures(part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

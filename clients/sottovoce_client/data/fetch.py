@@ -19,12 +19,10 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.progress import Progress
 
-from sottovoce.data.files import import_extra
-from sottovoce.data.folders import VARIABLE
-from sottovoce.data.known import KnownSource, Original
+from sottovoce.data.known import VARIABLE, KnownSource, Original
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce_client.data.convert import convert
-from sottovoce_client.data.unpack import gunzip, unzip
+from sottovoce.optional import import_extra
+from sottovoce_client.data.convert import convert, gunzip, unzip
 from sottovoce_client.scratch import scratch
 from sottovoce_rpc.addresses import place_of_url
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from sottovoce.data.cells import normal
 from sottovoce.data.encoding import UNDECLARED
-from sottovoce.data.header import misfit
-from sottovoce.data.schema import Schema
+from sottovoce.data.files import misfit
+from sottovoce.data.spec import Schema
 from sottovoce.errors import SpecError
 
 NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"

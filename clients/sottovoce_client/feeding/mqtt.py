@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.data.cells import normal
-from sottovoce.data.files import import_extra
 from sottovoce.errors import NotReady
+from sottovoce.optional import import_extra
 from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Gone, Patience, why_of
 from sottovoce_client.feeding.fields import Unfit, object_of

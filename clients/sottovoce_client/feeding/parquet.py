@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.data.cells import normal
-from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError
+from sottovoce.optional import import_extra
 from sottovoce_client.feeding.files import in_thread, place_of, position_of, require_file
 from sottovoce_client.feeding.forms import anything
 from sottovoce_client.feeding.source import Message, Misfit, Part

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady
+from sottovoce.optional import import_extra
 from sottovoce_client.feeding.access import SCHEMES, Access
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import At, intake

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.optional import import_extra
 from sottovoce_client.live.calls import PlainCalls
 
 if TYPE_CHECKING:

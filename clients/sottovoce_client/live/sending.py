@@ -22,7 +22,7 @@ from sottovoce.errors import (
     SottovoceError,
     Unavailable,
 )
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials

@@ -20,11 +20,11 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.fields import NumberLabel
-from sottovoce.data.files import import_extra
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import prepare
-from sottovoce.running.publication import Publication, publication
+from sottovoce.optional import import_extra
+from sottovoce.running.run import Publication, publication
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import RunSpec, load_spec
 from sottovoce_client.documents import new_file

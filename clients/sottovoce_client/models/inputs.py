@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import AnyArray, FloatArray
 from sottovoce.data.columns import column_features, read_cells
 from sottovoce.data.dataset import load_dataset, read_source, schema_reads
-from sottovoce.data.encoding import Encoder
-from sottovoce.data.files import READABLE, AnyArray, npz_features
+from sottovoce.data.encoding import Encoder, map_labels, texts_of
+from sottovoce.data.files import READABLE, npz_features
 from sottovoce.data.known import KNOWN
-from sottovoce.data.labels import map_labels, texts_of
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss

@@ -12,10 +12,9 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.losses.margin import MarginLoss
-from sottovoce.losses.softmax import Softmax
-from sottovoce.running.publication import Publication, publication
-from sottovoce.running.run import build_run
+from sottovoce.losses.linear import Softmax
+from sottovoce.losses.loss import MarginLoss
+from sottovoce.running.run import Publication, build_run, publication
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.live.sending import At

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data.folders import data_folders
+from sottovoce.data.known import data_folders
 from sottovoce.errors import SpecError
-from sottovoce.plain import cell_of
-from sottovoce.running.publication import Publication
+from sottovoce.running.run import Publication
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import RunSpec
 from sottovoce.table import Table
+from sottovoce.text import cell_of
 from sottovoce_client.documents import new_file
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.inputs import Inputs

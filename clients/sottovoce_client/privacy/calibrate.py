@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.setting import AlgorithmSpec
 from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared

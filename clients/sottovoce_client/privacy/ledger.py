@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sottovoce.errors import SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number, plural
 from sottovoce_learner.ledger import Ledger

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.optional import import_extra
 from sottovoce.table import Table
 from sottovoce_client.documents import until_complete
 from sottovoce_client.reports.drawing import Figure

@@ -6,7 +6,7 @@ import math
 from functools import cache
 from typing import Any
 
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 from sottovoce_client import wording
 
 _FILTERS = ("number", "chance", "count", "plural", "share", "share_range", "size", "duration", "reached_of")

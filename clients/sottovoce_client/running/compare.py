@@ -17,16 +17,16 @@ import yaml
 from rich.console import Console
 
 from sottovoce.budget.composition import dearest_record, record_losses
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
-from sottovoce.plain import plain
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
 from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce.table import Table
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short

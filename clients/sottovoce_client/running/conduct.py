@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sottovoce.algorithms.per_learner import spread
-from sottovoce.data.folders import data_folders
+from sottovoce.algorithms.setting import spread
+from sottovoce.data.known import data_folders
 from sottovoce.experiment import Prepared, prepare
-from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_text
 from sottovoce_client.reports.run_report import run_page
@@ -75,7 +75,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start, *, served: bool = F
             _tell(folder, spec, "", "stopped", str(told), 0, None)
             return 130
     if outcome.state != "failed" and (spec.endless or outcome.detail not in TOLD):
-        if (outcome.absences or ()) != (spec.absences or ()):
+        if outcome.absences != spec.absences:
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             write_text(folder / "spec.yaml", dump_spec(prepared.run.spec, folder))
         report = folder / "report.html"

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import PER, exceeds, is_single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap

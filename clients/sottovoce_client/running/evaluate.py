@@ -19,18 +19,15 @@ from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.experiment import Prepared
-from sottovoce.losses.hinge import Hinge, SmoothedHinge
-from sottovoce.losses.logistic import Logistic, PassGlm
-from sottovoce.losses.quadratic import Squared
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Hinge, Logistic, PassGlm, SmoothedHinge, Softmax, Squared
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
-from sottovoce.network.roster import called
 from sottovoce.privacy.accountant import guarantee as promised_by
-from sottovoce.running.late import USED, lateness
+from sottovoce.running.participation import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
+from sottovoce.text import called
 from sottovoce_client.running.kept import learned_by
 from sottovoce_client.running.measuring import cost, measure
 from sottovoce_client.running.operate import Outcome, has_left
@@ -104,7 +101,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
         one_way=one_way(run.network),
-        away=tuple(map(away_line, run.spec.absences or ())),
+        away=tuple(map(away_line, run.spec.absences)),
         not_captured=tuple(not_captured(outcome)),
         misconduct=outcome.misconduct,
         tapped=_tapped(outcome),

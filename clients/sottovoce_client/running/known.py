@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.network.roster import Absence
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number

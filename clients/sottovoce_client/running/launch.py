@@ -12,8 +12,8 @@ from typing import Any
 
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
-from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce.text import plain
 from sottovoce_client.documents import write_json
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome, Stop, Watcher, run_on

@@ -13,9 +13,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.running.publication import publication
 from sottovoce.running.replay import replayed
-from sottovoce.running.run import Run
+from sottovoce.running.run import Run, publication
 from sottovoce.running.transcript import Transcript
 from sottovoce_rpc.learner_status import LearnerStatus
 

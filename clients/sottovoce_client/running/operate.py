@@ -17,8 +17,8 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
 from sottovoce.network.roster import Absence
-from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -90,7 +90,7 @@ class Outcome:
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
     capture_error: str = ""
-    absences: tuple[Absence, ...] | None = None
+    absences: tuple[Absence, ...] = ()
     misconduct: tuple[str, ...] = ()
 
 
@@ -311,7 +311,7 @@ class _Running:
         self._attempt = view.attempt
         told = [Absence(**each) for each in json.loads(run.spec).get("absences") or ()]
         self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
-        if tuple(told) == (self._spec.absences or ()):
+        if tuple(told) == self._spec.absences:
             return
         self._spec = self._spec.model_copy(update={"absences": tuple(told)})
         self._data = await asyncio.to_thread(self._place, self._spec)
@@ -424,7 +424,7 @@ class _Running:
 
 def has_left(spec: RunSpec, index: int) -> bool:
     """Does a learner leave before the last round, or was it lost?"""
-    lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences or ())
+    lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences)
     return lost or spec.roster.attendance(index, spec.rounds).end < spec.rounds
 
 

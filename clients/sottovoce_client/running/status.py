@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.errors import NotReady, SottovoceError, StrangerError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
 from sottovoce_client.running.operate import UNFED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sottovoce.arrays import FloatArray
 from sottovoce.privacy.guarantee import overall
-from sottovoce.running.late import Lateness
+from sottovoce.running.participation import Lateness
 from sottovoce_client.documents import write_json
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import Tell, nobody
-from sottovoce.data.folders import data_folders
+from sottovoce.auditing.worlds import Tell, nobody
+from sottovoce.data.known import data_folders
 from sottovoce.door import simulate
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, Prepared, experiment_of, prepare, require_count

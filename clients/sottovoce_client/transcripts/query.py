@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.conversation import digest
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.views import digest
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.plain import cell_of
+from sottovoce.optional import import_extra
 from sottovoce.running.transcript import COLUMNS, parquet
+from sottovoce.text import cell_of
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.scratch import scratch

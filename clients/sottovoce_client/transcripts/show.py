@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
-from sottovoce.network.roster import called
+from sottovoce.text import called
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size

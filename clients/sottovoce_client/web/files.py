@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import from_json
 
 from sottovoce.errors import SottovoceError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce.yaml_files import parse_yaml
 from sottovoce_client.web.plans import plan_from
 from sottovoce_client.web.view import CaptureLine, ReportLine, RunView, ended_view

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import sottovoce
 from sottovoce.errors import NotReady, SottovoceError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.documents import page_json
 from sottovoce_client.web.files import End, Files, Results
 from sottovoce_client.web.plans import Plan, plan_of

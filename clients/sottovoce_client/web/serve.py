@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce.optional import import_extra
 from sottovoce_client.web.app import console_app
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.guard import token_of

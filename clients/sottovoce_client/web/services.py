@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.web.plans import Way
 from sottovoce_client.web.view import CaptureLine, Count, Course, Look, RunLine
 from sottovoce_rpc.addresses import place_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from sottovoce.plain import plain
+from sottovoce.text import plain
 from sottovoce_client.web.plans import Plan, Way
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import urllib.request
 from collections import defaultdict
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import Unavailable
-from sottovoce.plain import plain
+from sottovoce.optional import import_extra
+from sottovoce.text import plain
 from sottovoce_client.web.view import WatchLine, WatchView
 from sottovoce_rpc.addresses import place_of
 

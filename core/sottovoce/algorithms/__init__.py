@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.setting import AlgorithmSpec
 from sottovoce.registry import Registry
 
 ALGORITHMS = Registry(

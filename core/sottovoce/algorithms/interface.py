@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, Scalars, scalars
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.weights import Mixing
 from sottovoce.noise.draw import Noise
 from sottovoce.privacy.accountant import Accountant
 

@@ -1,16 +1,55 @@
-"""What a run gives to its algorithm: everything that is public and fixed before the first round."""
+"""What a run gives to its algorithm: public values that are fixed before the first round, and the parameters of a spec."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from sottovoce.algorithms.per_learner import PerLearner, spread
+from sottovoce.algorithms.interface import Algorithm
 from sottovoce.decision_sets import DecisionSet
-from sottovoce.errors import CheckFailed
+from sottovoce.errors import CheckFailed, SpecError, require
 from sottovoce.losses import Loss
-from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.network import Network, PartialNetwork
-from sottovoce.registry import ENDLESS
+from sottovoce.network.topology import FixedNetwork
+from sottovoce.noise import LARGEST_SCALE, SMALLEST_SCALE
+from sottovoce.registry import ENDLESS, Section
+
+# ---- per learner -----------------------------------------------------------------------------------------------------
+
+PerLearner = float | tuple[float, ...]
+"""One number for all learners, or a list with one number each."""
+
+
+def times(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+    """Every learner's number times its factor; one number where all are equal.
+
+    Raises:
+        SpecError: a list of another length than `factors`.
+    """
+    products = tuple(each * factor for each, factor in zip(spread(value, len(factors)), factors, strict=True))
+    return products[0] if len(set(products)) == 1 else products
+
+
+def divided(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+    """As `times`, divided: for what a loss is, not a noise."""
+    return times(value, tuple(1.0 / factor for factor in factors))
+
+
+def spread(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, ...]:
+    """One number for all learners, or one each, as a tuple.
+
+    Raises:
+        SpecError: a list of another length than the number of learners; it names the field.
+    """
+    values = value if isinstance(value, tuple) else (value,) * n_learners
+    if len(values) != n_learners:
+        place = f"{field}: " if field else ""
+        raise SpecError(f"{place}a list must have one number per learner ({n_learners}), got {len(values)}")
+    return values
+
+
+# ---- setting ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +148,53 @@ class Setting:
             SpecError: a list of another length than the number of learners.
         """
         return spread(value, self.n_learners, field)
+
+
+# ---- noise range -----------------------------------------------------------------------------------------------------
+
+
+def require_scales(scales: Iterable[float], code: str = "NOISE_SCALE") -> None:
+    """Refuse noise that would not be drawn as it is charged.
+
+    A scale that overflows would be charged as infinite noise, and one that underflows drawn as none.
+
+    Args:
+        scales: of all planned rounds, or the smallest and the largest; 0: no noise, and no promise.
+        code: what the condition is called.
+
+    Raises:
+        CheckFailed: one of them lies outside the range, or is not a number.
+    """
+    text = f"the noise scale must stay within [{SMALLEST_SCALE:.0e}, {LARGEST_SCALE:.0e}] in all rounds"
+    for scale in scales:
+        require(scale == 0.0 or SMALLEST_SCALE <= scale <= LARGEST_SCALE, code, f"{text}, or be 0, got {scale:.3g}")
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+class AlgorithmSpec(Section):
+    """The parameters of an algorithm. Each has its own class, beside the algorithm: see `sottovoce.algorithms`."""
+
+    name: str
+    """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
+
+    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[Caveat, ...]]:
+        """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
+
+        Raises:
+            SpecError: a parameter does not fit the surroundings.
+            CheckFailed: a condition does not hold without which there is no guarantee.
+        """
+        raise NotImplementedError
+
+    one_noise: ClassVar[bool] = False
+    """Do all learners share one number for their noise?"""
+
+    def noisier(self, factors: tuple[float, ...]) -> AlgorithmSpec:
+        """The same with every learner's noise multiplied: by `factors`, one for each.
+
+        Raises:
+            SpecError: there is no noise, or no way to scale it.
+        """
+        raise SpecError("this algorithm's noise cannot be calibrated: its class of parameters has no method `noisier`")

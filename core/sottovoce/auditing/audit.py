@@ -17,34 +17,31 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, Attack, attack, number_views
-from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.calibration import calibration
-from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests, private_tests
-from sottovoce.auditing.levels import Test
-from sottovoce.auditing.likelihood import Ratios, guess, ratios
-from sottovoce.auditing.outcomes import Starts
+from sottovoce.auditing.bounds import Bound, Test
+from sottovoce.auditing.channel_tests import PairRuns, Starts, calibration, channel_tests, learned_tests, private_tests
+from sottovoce.auditing.likelihood import Apart, Ratios, RoundBounds, apart, bound_rounds, guess, ratios
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.private import differences
-from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
-from sottovoce.auditing.simulated import (
+from sottovoce.auditing.swaps import peak, search, swaps
+from sottovoce.auditing.verdict import Findings, Verdict, blamed, decide
+from sottovoce.auditing.views import Features, tables
+from sottovoce.auditing.worlds import (
     NoiseOf,
     Recording,
     Share,
     Tell,
+    Twins,
     at_a_time,
     children,
+    differences,
     nobody,
     numbers_of,
     overhear,
     shares,
+    twins,
     within,
 )
-from sottovoce.auditing.swaps import peak, search, swaps
-from sottovoce.auditing.twins import Twins, twins
-from sottovoce.auditing.verdict import Findings, Verdict, blamed, decide
-from sottovoce.auditing.views import Features, tables
-from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
+from sottovoce.optional import import_extra
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -411,7 +408,7 @@ def _findings(
     plan: AuditPlan, runs: _Runs, noise: Battery | None, mapper: Mapper, say: Callable[[str], None]
 ) -> Findings:
     """What all families find; where the coins are none, only what needs no coin."""
-    from sottovoce.auditing.reach import blind, most, reaches  # it needs scipy from the start
+    from sottovoce.auditing.verdict import blind, most, reaches
 
     numbers = 0 if noise is None else noise.numbers
     say("conformance")

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
-from sottovoce.auditing.levels import Levels
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.bounds import Bound, Levels, epsilon_lower_bound
+from sottovoce.optional import import_extra
 
 ROUNDS, WIDTH = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""
@@ -49,7 +48,7 @@ def number_views(said: FloatArray) -> dict[str, FloatArray]:
     return {name: view.reshape(len(said), -1) for name, view in found.items()}
 
 
-def varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+def _varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """The views without features that are equal in all runs; a view in which nothing varies is left out."""
     kept = {name: view[:, (view != view[:1]).any(axis=0)] for name, view in views.items()}
     return {name: view for name, view in kept.items() if view.shape[1]}
@@ -117,7 +116,7 @@ def attack(
         SpecError: scikit-learn is not installed.
     """
     learnt, guessed = split(len(worlds), seed)
-    runs = _Runs({name: _in_range(view) for name, view in varying(views).items()}, worlds, learnt, guessed)
+    runs = _Runs({name: _in_range(view) for name, view in _varying(views).items()}, worlds, learnt, guessed)
     models = _models(int(seed.generate_state(1)[0]))
     blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
     sklearn = import_extra("sklearn", "scikit-learn", "an audit")

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.network.roster import called
-from sottovoce.running.assembly import KEPT, Recent, Versions
+from sottovoce.running.transcript import KEPT, Recent, Versions
+from sottovoce.text import called
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
 
@@ -190,7 +190,7 @@ class Noticing:
         found = []
         for name, spacing in self.expected.lattice(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
-            off = np.flatnonzero(off_lattice(values, spacing))
+            off = np.flatnonzero(_off_lattice(values, spacing))
             if len(off):
                 first = f"{name}[{off[0]}] = {float(values[off[0]])!r}"
                 count = f"{len(off)} of {len(values)}" if len(off) > 1 else "one"
@@ -206,7 +206,7 @@ class Noticing:
         return Notice(kind, said.sender, said.receiver, said.round, text)
 
 
-def off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Which values are no multiple of `spacing`, a power of two: exact, as dividing by it is.
 
     A value so large that float64 has no room for less than the spacing is always a multiple.

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import BYTES, Share, children, overhear
-from sottovoce.auditing.worlds import Worlds, told
+from sottovoce.auditing.worlds import BYTES, Share, Worlds, children, overhear, told
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.schema import Schema
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError
-from sottovoce.network.roster import called
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Losses
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
+from sottovoce.text import called
 
 PILOT = 32
 """Runs by which swaps are compared."""

@@ -1,21 +1,35 @@
-"""Two adjacent worlds: all records of a run, but for one record that is another one in the second world."""
+"""Two adjacent worlds, runs of both on the simulator, and what a swap does without noise.
+
+The worlds hold the same records, but for one record that is another one in the second world. A fair coin chooses the world of
+every run; runs are simulated some at a time, each share with noise of its own.
+
+Runs that differ in the swapped record alone, not in noise, give a picture and no evidence: an adversary does not know the noise.
+They show the size of what noise must hide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.auditing.views import Features
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.check import check_batch
+from sottovoce.data.dataset import check_batch
 from sottovoce.errors import DataError
-from sottovoce.losses import Loss
+from sottovoce.losses import Loss, mean_gradient
+from sottovoce.noise import Noise, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import Guarantee, joint
-from sottovoce.running.replay import Losses, replay
+from sottovoce.running.replay import Losses, Replay, replay
 from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
+
+# ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +162,225 @@ def chosen(
         )
     what = f"record {row}, in all of its uses, against {other}"
     return Worlds(learner, own, own.with_record(row, features, label), what, shared)
+
+
+# ---- runs on the simulator -------------------------------------------------------------------------------------------
+
+NoiseOf = Callable[[np.random.SeedSequence], Noise]
+"""How an audited learner draws its noise."""
+
+Tell = Callable[[float], None]
+"""Is told, while something is done, what share of it is done."""
+
+BYTES = 2**27
+"""Of the messages that are held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Some runs of one world.
+
+    Attributes:
+        world: 0 or 1.
+        transcript: what was said.
+        decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
+        channel: what else crossed the wire, of every run, by view: sizes, times, metadata. Only real services have any.
+    """
+
+    world: int
+    transcript: Transcript
+    decisions: FloatArray | None = None
+    channel: tuple[Mapping[str, Features], ...] = ()
+
+
+def nobody(done: float) -> None:
+    """Is told, and nothing comes of it."""
+
+
+def within(tell: Tell, start: float, stop: float) -> Tell:
+    """Is told how far a part of something is that reaches from one share of it to another."""
+    return lambda done: tell(start + (stop - start) * done)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some of the runs to be made.
+
+    Attributes:
+        world: of all of them.
+        runs: how many.
+        seed: of their noise.
+        pair: of worlds, by its place in `AuditPlan.pairs`.
+        tell: is told how far they are, wherever they are made.
+    """
+
+    world: int
+    runs: int
+    seed: np.random.SeedSequence
+    pair: int = 0
+    tell: Tell = nobody
+
+
+def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
+    """Independent seeds from one, the same ones whenever asked (`SeedSequence.spawn` counts)."""
+    return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
+
+
+def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[Share]:
+    """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
+    coins, *sources = children(seed, 3)
+    seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
+    by_world = []
+    for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
+        sizes = [min(most, count - done) for done in range(0, count, most)]
+        seeds = children(source, len(sizes))
+        by_world.append([Share(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
+    longest = max(map(len, by_world))
+    return [own[k] for k in range(longest) for own in by_world if k < len(own)]
+
+
+def overhear(
+    run: Run,
+    data: PlacedData,
+    worlds: Worlds,
+    share: Share,
+    noise: NoiseOf,
+    *,
+    rounds: int | None = None,
+    everybody: bool = False,
+    decisions: bool = False,
+) -> Recording:
+    """Simulate a share of the runs.
+
+    Args:
+        run: what runs.
+        data: of all learners; the holders' records are those of the world.
+        worlds: the two worlds.
+        share: of which world, and how many.
+        noise: where the noise comes from.
+        rounds: only the first ones (default: all).
+        everybody: keep what all learners say, not only what a replay needs.
+        decisions: keep all decisions, too.
+    """
+    kept = slice(None) if everybody else concerned(run, worlds)
+    rounds = run.spec.rounds if rounds is None else rounds
+    lead = (rounds, run.spec.n_learners, share.runs)
+    # All else is left at zero, whose pages take no memory.
+    said = {name: np.zeros((*lead, *shape)) for name, shape in run.field_shapes.items()}
+    decided = np.empty((*lead, run.algorithm.dim)) if decisions else None
+    known = worlds.data(data, share.world)
+    for step in islice(simulate(run, known, noise(share.seed), share.runs), rounds):
+        for name, values in said.items():
+            values[step.t, kept] = step.message[name][kept]
+        if decided is not None:
+            decided[step.t] = step.before
+        share.tell((step.t + 1) / rounds)
+    return Recording(share.world, Transcript(said), decided)
+
+
+def concerned(run: Run, worlds: Worlds) -> list[int]:
+    """The learners whose messages a replay needs: the holders, and those that they ever hear."""
+    holders = worlds.holders(run)
+    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
+    heard = {j for mixing in mixings for i in holders for j in mixing.heard_by(i)}
+    return sorted(heard.union(holders))
+
+
+def numbers_of(run: Run) -> int:
+    """Numbers that all learners say in a run."""
+    said = sum(math.prod(shape) for shape in run.field_shapes.values())
+    return run.spec.rounds * run.spec.n_learners * said
+
+
+def at_a_time(run: Run, *, decisions: bool = False) -> int:
+    """Of how many runs the messages fit into `BYTES`."""
+    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if decisions else 0
+    return max(1, BYTES // (8 * (numbers_of(run) + decided)))
+
+
+# ---- runs that differ in one record alone ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """One number of the learner's messages over all rounds, `(rounds,)` each.
+
+    Attributes:
+        field, coordinate: which number: the one that the swap moves most where there is no noise.
+        swapped: the first round that learns the record.
+        first, second: said in either world, with the same noise.
+        bare_first, bare_second: without any noise.
+        scale: of the noise.
+    """
+
+    field: str
+    coordinate: int
+    swapped: int
+    first: FloatArray
+    second: FloatArray
+    bare_first: FloatArray
+    bare_second: FloatArray
+    scale: FloatArray
+
+    @property
+    def telling(self) -> int:
+        """The round whose message the swap moves most, against the noise; without noise: most."""
+        moved = np.abs(self.bare_first - self.bare_second)
+        known = np.where(self.scale > 0, self.scale, np.inf)
+        relative = moved / known if np.isfinite(known).any() else moved
+        return int(relative.argmax())
+
+
+def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> Twins:
+    """Simulate both worlds with the same noise, and without any."""
+    learner = worlds.learner
+    heard = [
+        overhear(run, data, worlds, Share(world, 1, seed), noise).transcript
+        for noise in (SeededNoise, lambda _: no_noise)
+        for world in (0, 1)
+    ]
+    moved = {
+        name: np.abs(values[:, learner, 0] - heard[3].fields[name][:, learner, 0]).max(axis=0)
+        for name, values in heard[2].fields.items()
+    }
+    field = max(moved, key=lambda name: float(moved[name].max()))
+    coordinate = int(moved[field].argmax())
+    first, second, *bare = (np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in heard)
+    scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(run.spec.rounds)])
+    return Twins(field, coordinate, int(worlds.replaced.argmax()), first, second, bare[0], bare[1], scale)
+
+
+# ---- what a learner keeps to itself ----------------------------------------------------------------------------------
+
+QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
+"""Summed over rounds. Numbers of records are the same in both worlds."""
+
+
+def differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
+    """`(runs, len(QUANTITIES))`: every quantity in the first world, without what it is in the second.
+
+    A function of what was heard: it knows nothing of the world that the run lived in. Rounds that were not heard count for
+    nothing, and so does what is not finite.
+    """
+    sides = worlds.first, worlds.second
+    replay = Replay(run, worlds.learner, transcript.replicas, len(sides))
+    total = np.zeros((transcript.replicas, len(QUANTITIES)))
+    for t in range(transcript.rounds):
+        batches = [side.batch(t) for side in sides]
+        replay.step(transcript.messages(t, worlds.learner, replay.concerned), *batches)
+        if not replay.known:
+            break
+        decisions = replay.decision
+        one, other = (_kept(run.loss, decisions[w], batch) for w, batch in enumerate(batches))
+        total += np.nan_to_num(one - other, nan=0.0, posinf=0.0, neginf=0.0)
+    return total
+
+
+def _kept(loss: Loss, decision: FloatArray, batch: Batch) -> FloatArray:
+    """`(runs, len(QUANTITIES))` of a round's records, learned at `decision (runs, dim)`."""
+    norms = np.linalg.norm(decision, axis=-1)
+    if not batch.size:
+        return np.stack([np.zeros_like(norms), np.zeros_like(norms), norms], axis=-1)
+    enforced = Batch(*loss.enforce(batch.features, batch.labels))
+    gradient = np.linalg.norm(mean_gradient(loss, decision, enforced), axis=-1)
+    return np.stack([gradient, loss.values(decision, enforced).mean(axis=-1), norms], axis=-1)

@@ -1,4 +1,4 @@
-"""What adds up beyond one record in one message: records used again, groups, several learners, and approximate DP.
+"""The cost of a whole run: records used again, groups, several learners, approximate DP, and rounding to the lattice.
 
 **Sums.** A learner's messages, given everything said before, have a law of their own; so the likelihood ratio of a whole
 transcript is a product over rounds and learners, and pure losses add up. Replacing k records one after the other passes
@@ -32,13 +32,17 @@ from typing import Any
 
 import numpy as np
 
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data import LearnerData
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
+from sottovoce.optional import import_extra
 from sottovoce.privacy.accountant import Accountant
 from sottovoce.privacy.guarantee import Event, Mechanism
+from sottovoce.running.run import Run
+
+# ---- composition -----------------------------------------------------------------------------------------------------
 
 MOST_STEPS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
@@ -91,7 +95,7 @@ class Alike:
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
 
-def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
+def _plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     """In which rounds records are used, one entry for each use, and how many records share such a plan."""
     rounds = np.repeat(np.arange(own.rounds), np.diff(own.offsets))
     by_record = np.argsort(own.order, kind="stable")
@@ -108,7 +112,7 @@ def record_losses(accountant: Accountant, own: LearnerData, end: int | None = No
     that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
     event that replaces all of the learner's records includes all uses.
     """
-    plans = plans_of_use(own)
+    plans = _plans_of_use(own)
     if accountant.event == Event.LEARNER:
         return [Alike(sum(plans.values()), 1, None)]
     exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
@@ -234,3 +238,49 @@ def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
 
 def _library(module: str) -> Any:
     return import_extra(f"dp_accounting.pld.{module}", "dp-accounting", "epsilon at a delta", "accounting")
+
+
+# ---- lattice slack ---------------------------------------------------------------------------------------------------
+
+SHARE = 1e-3
+"""Of epsilon: what rounding may cost without a word."""
+
+_LOOKED = 20_000
+"""Rounds; longer runs are judged by the first so many."""
+_FEW = 100
+"""Rounds that are examined first: where their loss is large enough, no later round can make the share of the slack large."""
+_SMALLEST = 0.01
+"""An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
+
+
+def check_lattice(run: Run) -> tuple[Caveat, ...]:
+    """LATTICE_SLACK, about the learner with the largest share.
+
+    A message of n numbers costs at most `n 2^-40` for rounding. So a run of T messages stays below the share as long as
+    `n T <= 1.1e9 epsilon`.
+    """
+    message = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()) * 2.0**-GRID_BITS
+    if run.spec.rounds * message <= SHARE * _SMALLEST:
+        return ()
+    shares = [_share(run, learner, message) for learner in range(run.spec.n_learners)]
+    share, learner, slack, epsilon = max(shares, key=lambda each: each[0])
+    if share <= SHARE:
+        return ()
+    return (
+        Caveat(
+            "LATTICE_SLACK",
+            f"rounding to the noise's lattice may cost at most {100 * SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
+            f"{epsilon:.3g} for {run.spec.names[learner]} (it is charged); fewer rounds or parameters, or a larger epsilon, "
+            "would do",
+        ),
+    )
+
+
+def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
+    """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
+    rounds = min(run.spec.rounds, _LOOKED)
+    losses = run.algorithm.accountant(learner).losses(np.ones(min(rounds, _FEW), np.int64))
+    if SHARE * math.fsum(losses) < rounds * message:
+        losses = run.algorithm.accountant(learner).losses(np.ones(rounds, np.int64))
+    epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message
+    return (slack / epsilon if 0.0 < epsilon < math.inf else 0.0), learner, slack, epsilon

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.optional import import_extra
 
 _GRID = 2_000
 """Points of the logarithmic grid."""

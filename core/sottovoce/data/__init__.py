@@ -3,8 +3,7 @@
 `load_dataset` reads a source into a `Dataset`; `check_batch` is what live records must pass.
 """
 
-from sottovoce.data.check import check_batch
-from sottovoce.data.dataset import Dataset, load_dataset
+from sottovoce.data.dataset import Dataset, check_batch, load_dataset
 from sottovoce.data.schedule import LearnerData, PlacedData, stack
 
 __all__ = ["Dataset", "LearnerData", "PlacedData", "check_batch", "load_dataset", "stack"]

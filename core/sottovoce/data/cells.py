@@ -204,3 +204,17 @@ def cells_of(column: Any, name: str) -> Cells:
     if isinstance(column, str | bytes) or (not isinstance(column, Sequence) and not hasattr(column, "__array__")):
         raise DataError(f"field {name!r} must be a list of values, one for each record, got {type(column).__name__}")
     return list(column)
+
+
+# ---- columns that are no field -----------------------------------------------------------------------------
+
+_INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
+INDEX = "the index of a pandas table, or a column without a name"
+CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
+"""Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
+CODES = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
+
+
+def is_index(name: str) -> bool:
+    """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
+    return _INDEX.fullmatch(normal(name)) is not None

@@ -11,13 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, as_floats, loses_digits
-from sottovoce.data.cells import OTHER, normal, plain_value
-from sottovoce.data.files import DIGITS, PLACEMENT, UNSURE, AnyArray, RawTable, column_called, content_of, import_extra
-from sottovoce.data.first_line import LABELS, why_names
-from sottovoce.data.guessing import CODE, CODES, INDEX, is_index
-from sottovoce.data.header import listed
+from sottovoce.arrays import AnyArray, FloatArray, as_floats, loses_digits
+from sottovoce.data.cells import CODE, CODES, INDEX, OTHER, is_index, normal, plain_value
+from sottovoce.data.files import (
+    DIGITS,
+    LABELS,
+    PLACEMENT,
+    UNSURE,
+    RawTable,
+    column_called,
+    content_of,
+    listed,
+    why_names,
+)
 from sottovoce.errors import DataError, SpecError
+from sottovoce.optional import import_extra
 from sottovoce.yaml_files import format_of
 
 _TOLD = 12

@@ -1,4 +1,4 @@
-"""A `Dataset`, and the sources that one can come from."""
+"""A `Dataset`, the sources that one can come from, and the check of live records."""
 
 from __future__ import annotations
 
@@ -9,31 +9,85 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats, loses_digits
-from sottovoce.data.cells import normal
+from sottovoce.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce.data.cells import INDEX, is_index, normal
 from sottovoce.data.columns import OTHER_WIDTH, read_cells, read_columns
-from sottovoce.data.encoding import Encoded, Encoder
-from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, import_extra, read_npz
-from sottovoce.data.folders import VARIABLE, find
-from sottovoce.data.guessing import (
-    DIFFER,
-    IDENTIFIER,
-    INDEX,
-    are_gaps,
-    is_identifier,
-    is_index,
-    may_identify,
-    nearly_all_differ,
-)
-from sottovoce.data.header import misfit
-from sottovoce.data.known import KNOWN, nearest
-from sottovoce.data.labels import map_labels, texts_of
-from sottovoce.data.made import vital_signs
-from sottovoce.data.schema import Schema
-from sottovoce.data.source import DataSpec
+from sottovoce.data.drafting import DIFFER, IDENTIFIER, are_gaps, is_identifier, may_identify, nearly_all_differ
+from sottovoce.data.encoding import Encoded, Encoder, map_labels, texts_of
+from sottovoce.data.files import READABLE, SCHEMA_READS, RawTable, misfit, read_npz
+from sottovoce.data.known import KNOWN, VARIABLE, find, nearest
+from sottovoce.data.spec import DataSpec, Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
+from sottovoce.optional import import_extra
 from sottovoce.registry import LARGEST
+
+
+def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: Loss) -> None:
+    """Refuse records that the loss is not defined for.
+
+    A message describes shapes and rules, and quotes no record value nor the place of one: it may travel to a feeder or
+    into a log, where nothing of a record may go.
+
+    Args:
+        features: must be `(records, n_features)`, finite.
+        labels: must be `(records,)`, finite; class numbers from 0 for losses of many classes, 0 or 1 for those of two.
+        n_features: length of a feature row, intercept included where the run appends one.
+        loss: the loss of the run.
+
+    Raises:
+        DataError: one of these does not hold.
+    """
+    if features.ndim != 2:
+        raise DataError(f"features must have the shape (records, {n_features}), got {features.ndim} axes")
+    if features.shape[1] != n_features:
+        raise DataError(f"a record must have {n_features} features, got {features.shape[1]}")
+    if labels.shape != features.shape[:1]:
+        raise DataError(f"labels must have the shape {features.shape[:1]}, one for each record, got {labels.shape}")
+    if not np.isfinite(features).all():
+        raise DataError("features must be finite numbers, got NaN or infinity")
+    if not np.isfinite(labels).all():
+        raise DataError("labels must be finite numbers, got NaN or infinity")
+    if (classes := loss.n_classes) is None:
+        return
+    if not np.isin(labels, np.arange(classes)).all():
+        allowed = f"whole numbers from 0 to {classes - 1}" if classes > 2 else "0 or 1"
+        raise DataError(
+            f"labels of the {loss.kind} loss must be {allowed}, got another number; number your classes from 0"
+        )
+
+
+_RECORDS, _HELD_OUT = 75_000, 25_000
+_NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
+
+
+def _vital_signs() -> RawTable:
+    """What is measured at made-up bedsides, and whether a patient was worse a day later (1) or not (0).
+
+    Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
+    own. One year, in the order of time; every fourth record is held out. The same numbers at every call.
+    """
+    random, count = np.random.default_rng(20260101), _RECORDS + _HELD_OUT
+    noise = random.normal(size=(count, 6))
+    age = np.clip(62 + 16 * random.normal(size=count), 18, 98)
+    season = 0.5 * np.sin(2 * np.pi * np.arange(count) / count)
+    severity = random.normal(size=count) + (age - 62) / 40 + season
+    usual = np.array([82, 17, 37.1, 95.5, 124])
+    rising = np.array([11, 3.2, 0.45, -1.7, -9])
+    spread = np.array([9, 2.2, 0.5, 1.2, 11])
+    measured = usual + severity[:, None] * rising + noise[:, :5] * spread
+    measured[:, 3] = np.clip(measured[:, 3], 60, 100)
+    measured[:, 4] += 0.25 * (age - 62)
+    features = np.round(np.column_stack([measured, age]), 1)
+    worse = as_floats(severity + 0.3 * noise[:, 5] > 0.3)
+    held_out = np.arange(count) % 4 == 3
+    return RawTable(
+        features[~held_out],
+        worse[~held_out],
+        columns=_NAMES,
+        test=(features[held_out], worse[held_out]),
+        label="worse",
+    )
 
 
 class Labelled(NamedTuple):
@@ -115,7 +169,7 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """The source as a table whose labels are float64 or text."""
     known = KNOWN.get(data.source)
     if known is not None and known.made:
-        return vital_signs()
+        return _vital_signs()
     if known is not None and not known.originals:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)

@@ -1,23 +1,23 @@
-"""What a file of records holds, and how NumPy archives are read."""
+"""Files of records: NumPy archives, the header of a table, and the first line of a `.csv` file."""
 
 from __future__ import annotations
 
-import importlib
+import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, as_floats, loses_digits
-from sottovoce.errors import DataError, SpecError, get_extra
+from sottovoce.arrays import AnyArray, FloatArray, as_floats, loses_digits
+from sottovoce.errors import DataError
+from sottovoce.optional import import_extra
 from sottovoce.yaml_files import format_of
 
-AnyArray = npt.NDArray[Any]
 SCHEMA_READS = (".csv", ".parquet")
 READABLE = (".npz", *SCHEMA_READS)
 """Suffixes of files of records."""
@@ -68,18 +68,6 @@ def column_called(place: int, name: str | None, header: str | None) -> str:
         header: why the first line of a `.csv` file is taken for names, as `RawTable.header`.
     """
     return f"column {place} (counted from 0)" if name is None or header == UNSURE else f"column {name!r}"
-
-
-def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
-    """A module that only an extra installs.
-
-    Raises:
-        SpecError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SpecError(f"{what} needs {package}: {get_extra(extra)}") from None
 
 
 def read_npz(path: Path) -> RawTable:
@@ -233,3 +221,112 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     one_hot = [codes[:, j, None] == np.arange(len(values[j])) for j in range(len(attributes))]
     names += [f"{attribute}={value}" for attribute, of in zip(attributes, values, strict=True) for value in of]
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
+
+
+_SHOWN = 12
+"""Names that are listed."""
+
+
+def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str) -> str:
+    """Why the columns of a table are not those of records; empty: they are.
+
+    What stands there is named only where half of the fields are among it: else it may be a record, and no header.
+
+    Args:
+        there: names of columns, as they are compared.
+        wanted: fields, and whether a column has each.
+        allowed: columns that may be there.
+        odd: what to do with one that may not.
+    """
+    lacking = [field for field, found in wanted.items() if not found]
+    if 2 * len(lacking) > len(wanted):
+        fields = f"the fields are {listed([*wanted])}"
+        found = len(wanted) - len(lacking)
+        many = f"{found} of its {len(there)} are fields" if found > 1 else f"one of its {len(there)} is a field"
+        many = many if found else f"none of its {len(there)} is a field"
+        return f"must begin with a line of column names, and {many} of the schema; {fields}"
+    told = []
+    if lacking:
+        told.append(f"must have a column for every field of the schema, and has none for {listed(lacking)}")
+    if unknown := sorted(name for name in there if name not in allowed):
+        told.append(f"every column must be in the schema, and {listed(unknown)} is not: {odd}")
+    return "; ".join(told)
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for people."""
+    return ", ".join(map(repr, list(names)[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_NO_WORD = re.compile(r"#?n/?a|<na>|nan|null|none|[+-]?inf(inity)?")
+"""In small letters: what stands where a value is missing or endless."""
+LABELS = ("label", "y")
+"""What the label column is called where nobody says."""
+
+
+def why_names(names: Sequence[str], column: Callable[[int], Any], label: str | None, path: Path) -> str:
+    """Why the first line of a file holds names: the first that is so of these.
+
+    It has the label's name. A word stands over a column of numbers. One of its names is usual: `label`, `y`, `learner`, `round`.
+    They count up by one, or not most of them are numbers.
+
+    Args:
+        names: the first line.
+        column: what stands below it, by place: Arrow's array, of the type that it has without the first line.
+        label: the name of the label column, as a spec has it.
+        path: of the file, for errors.
+
+    Raises:
+        DataError: it is a record, and is not quoted: no word stands over numbers, and one stands in its own column again; or most
+            of it are numbers.
+    """
+    if label is not None and label in names:
+        return f"one is called {label!r}, as data.label says"
+    places = range(len(names))
+    if over := [k for k in places if _is_word(names[k]) and _is_numeric(column(k).type)]:
+        return f"a word, {names[over[0]]!r}, stands over a column of numbers"
+    if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_there(names[k], column(k))]:
+        raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) stands below it, too")
+    if usual := [name for name in names if name in (*LABELS, *PLACEMENT)]:
+        return f"one is called {usual[0]!r}"
+    numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
+    if len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers)):
+        return "they count up by one"
+    if 2 * len(numbers) > len(names):
+        raise _no_names(path, f"{len(numbers)} of the {len(names)} in its first line are numbers")
+    return UNSURE
+
+
+def _no_names(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} must begin with a line of column names, and {why}, as of a record: put a line of names before it, or declare "
+        "its fields in a schema if they are names"
+    )
+
+
+def _is_word(name: str) -> bool:
+    text = name.strip().lower()
+    return any(map(str.isalpha, text)) and not (_NUMBER.fullmatch(text) or _NO_WORD.fullmatch(text))
+
+
+def _is_numeric(kind: Any) -> bool:
+    types = import_extra("pyarrow", "pyarrow", "reading .csv files").types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
+def _is_there(name: str, column: Any) -> bool:
+    """Is it a value of the column: one of its texts, or a date or truth where all are such?"""
+    arrow = import_extra("pyarrow", "pyarrow", "reading .csv files")
+    kinds = arrow.types
+    text = kinds.is_string(column.type)
+    if not (text or kinds.is_temporal(column.type) or kinds.is_boolean(column.type)):
+        return False
+    try:
+        value = arrow.scalar(name.strip()).cast(column.type)
+    except (arrow.ArrowException, NotImplementedError):
+        return False
+    if not text:
+        return True
+    compute = import_extra("pyarrow.compute", "pyarrow", "reading .csv files")
+    return bool(name.strip() and compute.any(compute.equal(compute.utf8_trim_whitespace(column), value)).as_py())

@@ -1,4 +1,4 @@
-"""Data sets that have a name: what they hold, whose they are, and the files that their owners publish.
+"""Data sets that have a name: what they hold, whose they are, the files that their owners publish, and where they lie.
 
 Facts alone: nothing is read or downloaded here. Those that no package ships are `NAME.npz` in a folder; `sottovoce data fetch`
 puts them there.
@@ -7,8 +7,11 @@ puts them there.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import importlib
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _UCI = "https://archive.ics.uci.edu"
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets"
@@ -379,3 +382,27 @@ def nearest(name: str) -> str:
     """What to add to an error about a name that there is not: the nearest one, if one is near."""
     near = difflib.get_close_matches(name.lower(), KNOWN, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+VARIABLE = "SOTTOVOCE_DATA"
+
+
+def data_folders() -> tuple[Path, ...]:
+    """Folders with `NAME.npz`, in the order in which they are looked at: $SOTTOVOCE_DATA, where it is set, then the cache."""
+    own, cache = os.environ.get(VARIABLE), cache_folder()
+    return (*([Path(own)] if own else []), *([cache] if cache else []))
+
+
+def cache_folder() -> Path | None:
+    """The user's cache, as the system has it; None without platformdirs, which the extra `audit` brings."""
+    try:
+        found: Path = importlib.import_module("platformdirs").user_cache_path("sottovoce", appauthor=False)
+    except ImportError:
+        return None
+    return found / "data"
+
+
+def find(name: str, folders: Iterable[Path]) -> Path | None:
+    """The file of a data set, in the first of these folders that has it."""
+    paths = (folder / f"{name}.npz" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)

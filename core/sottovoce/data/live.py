@@ -15,7 +15,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.files import DIGITS
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
 from sottovoce.registry import LARGEST

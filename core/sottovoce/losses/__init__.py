@@ -4,19 +4,18 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from sottovoce.losses.loss import Loss, beside, bounded, mean_gradient, scale_rows
-from sottovoce.losses.margin import MarginLoss
+from sottovoce.losses.loss import Loss, MarginLoss, beside, bounded, mean_gradient, scale_rows
 from sottovoce.registry import Registry
 
 LOSSES: Registry[Loss] = Registry(
     Loss,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "logistic": "sottovoce.losses.logistic:Logistic",
-        "ridge": "sottovoce.losses.quadratic:Ridge",
-        "least_squares": "sottovoce.losses.quadratic:LeastSquares",
-        "hinge": "sottovoce.losses.hinge:Hinge",
-        "smoothed_hinge": "sottovoce.losses.hinge:SmoothedHinge",
-        "softmax": "sottovoce.losses.softmax:Softmax",
+        "logistic": "sottovoce.losses.linear:Logistic",
+        "ridge": "sottovoce.losses.linear:Ridge",
+        "least_squares": "sottovoce.losses.linear:LeastSquares",
+        "hinge": "sottovoce.losses.linear:Hinge",
+        "smoothed_hinge": "sottovoce.losses.linear:SmoothedHinge",
+        "softmax": "sottovoce.losses.linear:Softmax",
         "torch": "sottovoce.losses.torch:TorchLoss",
     },
     group="losses",

@@ -12,9 +12,8 @@ from typing import Protocol, Self
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.losses.loss import Loss, beside, mean_gradient
-from sottovoce.losses.margin import scores_of
-from sottovoce.losses.quadratic import Quadratic
+from sottovoce.losses.linear import Quadratic
+from sottovoce.losses.loss import Loss, beside, mean_gradient, scores_of
 
 
 class History(Protocol):

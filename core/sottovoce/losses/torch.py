@@ -2,7 +2,7 @@
 
 Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
 which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
-computed outside the network, in float64 (`torch_module.clipped_sum`). The network sees one record at a time, so no record can
+computed outside the network, in float64 (`torch_module`). The network sees one record at a time, so no record can
 change what another one contributes.
 """
 
@@ -17,8 +17,9 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.errors import CheckFailed, SpecError, get_extra
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses.loss import Loss, scale_rows
+from sottovoce.optional import get_extra
 from sottovoce.registry import Count, NonNegative, Positive, refuse_code
 
 if TYPE_CHECKING:

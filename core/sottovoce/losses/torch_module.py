@@ -52,12 +52,12 @@ class TorchModule:
     @property
     def dim(self) -> int:
         """Number of trainable parameters."""
-        return sum(parameter.numel() for parameter in trainable(self.module).values())
+        return sum(parameter.numel() for parameter in _trainable(self.module).values())
 
     @property
     def initial(self) -> FloatArray:
         """The module's own parameters, `(dim,)`."""
-        parameters = trainable(self.module).values()
+        parameters = _trainable(self.module).values()
         return np.concatenate([each.detach().numpy().ravel() for each in parameters], dtype=np.float64)
 
     def gradient_sum(self, theta: FloatArray, batch: Batch, clip: float) -> FloatArray:
@@ -66,7 +66,7 @@ class TorchModule:
         total = np.zeros(theta.shape)
         present = _beside(np.ones_like(batch.labels) if batch.present is None else batch.present, theta, 1)
         for at, part, gradients in self._map(grad(FlatModule(self.module).loss), theta, batch.features, batch.labels):
-            total[at] += clipped_sum(gradients, present[at][part], clip)
+            total[at] += _clipped_sum(gradients, present[at][part], clip)
         return total
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
@@ -113,7 +113,7 @@ class FlatModule:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = copy.deepcopy(module)  # a functional call puts its parameters into the module while it runs
-        self._shapes = {name: parameter.shape for name, parameter in trainable(module).items()}
+        self._shapes = {name: parameter.shape for name, parameter in _trainable(module).items()}
 
     def scores(self, theta: Tensor, record: Tensor) -> Tensor:
         """`(classes,)`."""
@@ -127,12 +127,12 @@ class FlatModule:
         return nn.functional.cross_entropy(self.scores(theta, record), label)
 
 
-def trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
+def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
     """The parameters that learning moves. What has `requires_grad` off stays as the module made it."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def clipped_sum(gradients: FloatArray, present: FloatArray, clip_norm: float) -> FloatArray:
+def _clipped_sum(gradients: FloatArray, present: FloatArray, clip_norm: float) -> FloatArray:
     """Sum of the records' gradients, each scaled down to norm at most `clip_norm`: `(dim,)`.
 
     A gradient whose norm is not finite counts as zero: an error, or a state that is not finite, would tell.
@@ -201,7 +201,7 @@ def _try_out(made: TorchModule, scores: torch.Size) -> None:
     """A gradient of two records: what cannot be differentiated record by record shows before the run starts."""
     if tuple(scores) != (1, made.classes):
         raise SpecError(f"loss.module must give one record scores of shape (1, {made.classes}), got {tuple(scores)}")
-    if not trainable(made.module):
+    if not _trainable(made.module):
         raise SpecError("loss.module must have parameters with requires_grad, got none")
     made.gradient_sum(made.initial, Batch(np.zeros((2, math.prod(made.shape))), np.zeros(2)), 1.0)
 

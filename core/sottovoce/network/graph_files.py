@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from xml.etree.ElementTree import ParseError
 
 from sottovoce.errors import SpecError
-from sottovoce.network.roster import in_short
+from sottovoce.text import in_short
 from sottovoce.yaml_files import format_of, text_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Networks: who hears whom with which weights, round by round, where graphs may be directed or change."""
+"""Networks: who sends to whom with which weights, round by round, where graphs may be directed or change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from sottovoce.network.graph_files import Edge
 from sottovoce.network.graphs import GraphSequence
-from sottovoce.network.mixing import Mixing
-from sottovoce.network.roster import Mask, Roster, called
-from sottovoce.network.weights import WeightRule
+from sottovoce.network.roster import Mask, Roster
+from sottovoce.network.weights import Mixing, WeightRule, digest_of
+from sottovoce.text import called
+
+# ---- network ---------------------------------------------------------------------------------------------------------
 
 _KEPT = 2_000_000
 """Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""
@@ -260,3 +262,39 @@ def reached(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         frontier = (hears[:, frontier] > 0).any(axis=1) & ~found
         found = found | frontier
     return found
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+
+class Digests:
+    """By round, each computed once, and kept for a while.
+
+    Args:
+        network: of the run.
+        keep: rounds of them; a network that never changes has one.
+    """
+
+    def __init__(self, network: Network, keep: int) -> None:
+        self._network, self._keep = network, keep
+        self._known: dict[int, bytes] = {}
+
+    @property
+    def needed(self) -> bool:
+        """Does the network change? Else its first epoch says it all."""
+        return self._network.horizon > 1
+
+    def know(self, t: int) -> bytes:
+        """That of a round."""
+        known = self._known.get(t)
+        if known is None:
+            known = self._known[t] = self._network.at(t).digest
+            if len(self._known) > self._keep:  # rounds before those that are kept are asked for seldom
+                del self._known[min(self._known)]
+        return known
+
+    def of(self, first: int, until: int) -> bytes:
+        """Of rounds `first` to `until - 1` together; empty where none is needed."""
+        if not self.needed or first >= until:
+            return b""
+        return digest_of(map(self.know, range(first, until)))

@@ -16,13 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import NonNegativeInt, model_validator
 
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.weights import Mixing
 from sottovoce.registry import Count, Section
 
 Mask = npt.NDArray[np.bool_]
-
-_NAMED = 10
-"""Learners that an error names."""
 
 
 class Absence(Section):
@@ -103,7 +100,7 @@ class Roster:
         Raises:
             ValueError, TypeError, KeyError: it was not.
         """
-        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences") or ()])
+        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences", ())])
 
     def is_there(self, learner: int, t: int) -> bool:
         """Does it take part in the round?"""
@@ -197,19 +194,6 @@ class Roster:
 def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
     """Names of so many learners, or of these."""
     return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
-
-
-def called(names: Sequence[str], learner: int) -> str:
-    """A learner's name, in words for people; `learner 3` where nobody has said it."""
-    return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
-    if not names:
-        return "none"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def check_absences(roster: Roster, rounds: int) -> None:

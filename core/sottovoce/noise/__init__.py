@@ -8,10 +8,8 @@ A source answers a `Draw` (`draw`). `bitwise` draws what is sent, `opendp` the s
 and replay; `mechanisms` puts noise on a vector.
 """
 
-from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
-from sottovoce.noise.draw import Draw, Law, Noise
-from sottovoce.noise.lattice import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, grid, on_grid
-from sottovoce.noise.opendp import OpenDpNoise
+from sottovoce.noise.bitwise import KeyedNoise, OpenDpNoise, SystemNoise
+from sottovoce.noise.draw import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
 from sottovoce.noise.simulated import RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [

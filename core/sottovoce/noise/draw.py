@@ -1,15 +1,62 @@
-"""What a message asks noise for, and who answers."""
+"""Requests for noise, the lattice that noise is rounded to, and rows of noise that were drawn ahead.
+
+Rows of noise that were drawn before they are asked for: each is given out once, in order.
+
+Most of what one short vector costs are the calls that draw it, so those of later rounds are drawn in the same calls where their
+scales are known. They lie in memory alone, and in no copy, no pickle and no forked process.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.errors import SpecError
-from sottovoce.noise.lattice import on_grid
+
+# ---- lattice ---------------------------------------------------------------------------------------------------------
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-900, 1e90
+"""Of noise: beyond them its lattice leaves the range of float64, or its messages what the wire carries (1e100)."""
+
+GRID_BITS = 40
+"""Lattice points per scale of the noise, as a power of two: rounding moves a state by less than 2^-40 scales."""
+
+
+def grid(scale: Scalars) -> Scalars:
+    """Lattice spacing for a scale: the power of two that is `2^-40 * scale`, rounded down.
+
+    It depends on the public schedule alone, never on data.
+
+    Raises:
+        SpecError: a scale that has no lattice in float64: 0, infinite, not a number, or below about 1e-311.
+    """
+    if isinstance(scale, float):
+        one = math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
+        if not 0.0 < one <= scale < math.inf:
+            raise SpecError(f"a noise scale must be positive, finite and have a lattice in float64, got {scale}")
+        return one
+    spacing: FloatArray = np.ldexp(1.0, np.frexp(scale)[1] - 1 - GRID_BITS)
+    if not ((spacing > 0.0) & (spacing <= scale) & (scale < math.inf)).all():
+        raise SpecError(f"noise scales must be positive, finite and have a lattice in float64, got {scale}")
+    return spacing
+
+
+def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:
+    """`values` rounded to the nearest multiple of `spacing` (a power of two, so scaling is exact)."""
+    rounded: FloatArray = values / spacing
+    np.rint(rounded, out=rounded)
+    rounded *= spacing
+    return rounded
+
+
+# ---- draw ------------------------------------------------------------------------------------------------------------
 
 Law = Literal["laplace", "gaussian", "spherical"]
 """How likely a number x, or a vector e along the last axis, is: its probability is proportional to
@@ -78,3 +125,78 @@ class Draw:
 
 Noise = Callable[[Draw], FloatArray]
 """Where the noise of a message comes from: the operating system, a seed, a recording, or nowhere."""
+
+
+# ---- ahead -----------------------------------------------------------------------------------------------------------
+
+MOST_ROWS = 64
+"""That are drawn together."""
+
+_process = [object()]
+"""This process: another object after a fork."""
+
+
+def _forked() -> None:
+    _process[0] = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class Row(NamedTuple):
+    """What one row is for: two that are alike may have the same numbers, and no others."""
+
+    round: int
+    scale: float
+    grid: float
+    shape: tuple[int, ...]
+
+    @property
+    def rate(self) -> float:
+        """Of the geometric law of a magnitude."""
+        return self.grid / self.scale
+
+    def following(self, later: Callable[[int], Scalars], most: int) -> list[Row]:
+        """This row and those of the next rounds, fewer than `most` of them where the sampler would cut a number elsewhere."""
+        rows, cut = [self], math.frexp(self.rate)[1]
+        for t in range(self.round + 1, self.round + most):
+            scale = later(t)
+            if not (isinstance(scale, float) and SMALLEST_SCALE <= scale <= LARGEST_SCALE):
+                break
+            row = Row(t, scale, float(grid(scale)), self.shape)
+            if math.frexp(row.rate)[1] != cut:
+                break
+            rows.append(row)
+        return rows
+
+
+class Ahead:
+    """What waits, by field. Threads may share it: a row is taken out before it is looked at."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[tuple[object, Row, FloatArray]]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ahead, ()
+
+    def take(self, field: str, row: Row) -> FloatArray | None:
+        """The numbers that wait for this row. If the next ones are for another, all are thrown away."""
+        waiting = self._waiting.get(field)
+        if not waiting:
+            return None
+        try:
+            process, due, numbers = waiting.popleft()
+        except IndexError:  # another thread has taken the last
+            return None
+        if process is _process[0] and due == row:
+            return numbers
+        waiting.clear()
+        return None
+
+    def draw(self, field: str, rows: list[Row], sample: Callable[[list[Row]], Iterable[FloatArray]]) -> FloatArray:
+        """The numbers of the first of `rows`; those of the others wait."""
+        process = _process[0]
+        first, *others = sample(rows)
+        self._waiting[field] = deque((process, row, numbers) for row, numbers in zip(rows[1:], others, strict=True))
+        return first

@@ -11,12 +11,12 @@ import numpy as np
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.arrays import FloatArray
 from sottovoce.data.dataset import Dataset
-from sottovoce.data.labels import alike
+from sottovoce.data.encoding import alike
 from sottovoce.data.schedule import PlacedData
 from sottovoce.errors import SpecError
-from sottovoce.network.roster import in_short
 from sottovoce.running.run import Run, build_run, first_round_above, format_above
 from sottovoce.spec import RunSpec
+from sottovoce.text import in_short
 
 _FEW = 0.01
 """Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""

@@ -26,11 +26,11 @@ import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.data import PlacedData
-from sottovoce.data.files import import_extra
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.roster import Mask
+from sottovoce.optional import import_extra
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
 
@@ -45,7 +45,7 @@ _TOLERANCE = 1e-9
 """Where the search for a minimiser stops: the length of the projected gradient of a mean loss."""
 
 
-def checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
+def _checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
     """Numbers of rounds, evenly spread on a logarithmic scale; the first is 1 and the last `rounds`.
 
     At most so many, and at least four fifths of that where there are so many rounds: of those that fall on one another, there
@@ -242,7 +242,7 @@ class Metrics:
 
     def __init__(self, run: Run, data: PlacedData, *, at: Iterable[int] | None = None, dynamic: bool = False) -> None:
         self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.roster
-        self._at = set(checkpoints(run.spec.rounds).tolist() if at is None else at)
+        self._at = set(_checkpoints(run.spec.rounds).tolist() if at is None else at)
         self._dynamic = dynamic
         self._records = _Records.of(run.loss, data)
         self._test = _Test.of(run.loss, data)

@@ -13,11 +13,12 @@ import numpy as np
 from sottovoce.arrays import MOST_NUMBERS, FloatArray, IntArray
 from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.data.schedule import LearnerData, PlacedData
-from sottovoce.data.source import DataSpec
+from sottovoce.data.spec import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.network.roster import Mask, in_short
+from sottovoce.network.roster import Mask
 from sottovoce.registry import LARGEST
 from sottovoce.spec import RunSpec
+from sottovoce.text import in_short
 
 
 def place(spec: RunSpec, dataset: Dataset) -> PlacedData:

@@ -18,11 +18,11 @@ from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, Wi
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, stack
 from sottovoce.errors import CaptureError
-from sottovoce.network.roster import called
 from sottovoce.noise import Noise, no_noise
-from sottovoce.running.away import go_on_alone
+from sottovoce.running.participation import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
+from sottovoce.text import called
 
 
 class Replay:

@@ -18,8 +18,7 @@ from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.noise import Noise
-from sottovoce.running.away import hushed, require_no_records, unsaid
-from sottovoce.running.late import USED, HeardOfOthers, on_time
+from sottovoce.running.participation import USED, HeardOfOthers, hushed, on_time, require_no_records, unsaid
 from sottovoce.running.run import Run
 
 

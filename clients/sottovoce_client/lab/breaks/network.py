@@ -22,11 +22,9 @@ from sottovoce.running.policy import Policy
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of, find
-from sottovoce_client.auditing.ciphertext import audit_ciphertext, plan_for_ciphertext
-from sottovoce_client.auditing.ledger import Entry
-from sottovoce_client.auditing.network import coins, in_turn
+from sottovoce_client.auditing.network import audit_ciphertext, coins, in_turn, plan_for_ciphertext
 from sottovoce_client.auditing.started import Started, started
-from sottovoce_client.auditing.worlds import Way, as_audited
+from sottovoce_client.auditing.worlds import Entry, Way, as_audited
 from sottovoce_client.lab.breaks.learners import BrokenService, Noised, learners_of
 from sottovoce_client.lab.breaks.served import Served, served
 from sottovoce_client.running.local import issue_local

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sottovoce.data.files import import_extra
 from sottovoce.lab.selftest.power import CONFIDENCE, found_in
 from sottovoce.lab.selftest.trial import RARE
+from sottovoce.optional import import_extra
 
 Kind = Literal["on real services", "by wiretap", "foreign services"]
 

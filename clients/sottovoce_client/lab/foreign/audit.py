@@ -16,7 +16,7 @@ from sottovoce.errors import SpecError
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict, tests_row
-from sottovoce_client.auditing.document import attempts_of
+from sottovoce_client.auditing.report import attempts_of
 from sottovoce_client.documents import write_json
 from sottovoce_client.lab.foreign.noise_file import load_noise
 from sottovoce_client.lab.foreign.report import foreign_page

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from sottovoce.auditing.conversation import Decoded
+from sottovoce.auditing.views import Decoded
 from sottovoce.errors import SpecError
 from sottovoce.lab.foreign.noise import Centre, NoiseClaim
 from sottovoce.registry import load

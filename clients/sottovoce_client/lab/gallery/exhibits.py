@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import get_extra
+from sottovoce.optional import get_extra
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
 from sottovoce_client.reports import heard
 from sottovoce_client.reports.drawing import FAINT, RULE, Figure, View, line, rule, thinned

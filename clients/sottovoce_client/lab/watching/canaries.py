@@ -15,7 +15,7 @@ import numpy as np
 from sottovoce.errors import CaptureError, SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
-from sottovoce.network.roster import called
+from sottovoce.text import called
 from sottovoce_client import terminal
 from sottovoce_client.documents import private
 from sottovoce_client.wording import number

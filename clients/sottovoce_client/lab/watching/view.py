@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import Unavailable
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
+from sottovoce.optional import import_extra
 from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
 from sottovoce_client.wording import count, number, plural

@@ -17,11 +17,11 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
-from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run, build_run
+from sottovoce.running.transcript import KEPT, Assembly
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
-from sottovoce_client.auditing.promise import TAKEN, require_promised
+from sottovoce_client.auditing.started import TAKEN, require_promised
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper

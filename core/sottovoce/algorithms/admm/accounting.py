@@ -58,7 +58,7 @@ _EXACT = "nothing: without output noise the promise is that of an exact solver"
 _HIDDEN = "the lattice of the noise"
 
 
-def output_loss(node: Node, stiffness: float) -> float:
+def _output_loss(node: Node, stiffness: float) -> float:
     """What the solver's error costs behind the output noise: `2 (sqrt(n) tau/m + n g)/s`; 0 without (an exact solver)."""
     if node.output_noise == 0.0:
         return 0.0
@@ -95,7 +95,7 @@ class AdmmAccountant(FirstRecord):
             return float(step.rate * float(self._moved(step)))
         stiffness = node.stiffness + step.extra_ridge
         once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(float(self._seen)) / stiffness)
-        return float(self._replaced * once + output_loss(node, float(stiffness)))
+        return float(self._replaced * once + _output_loss(node, float(stiffness)))
 
     @property
     def step(self) -> Perturbation:
@@ -110,7 +110,7 @@ class AdmmAccountant(FirstRecord):
         self._round += 1
 
     def paper(self, rounds: int) -> FloatArray:
-        return paper_epsilon(self._node, rounds)
+        return _paper_epsilon(self._node, rounds)
 
     def _moved(self, step: Perturbation) -> Scalars:
         if step.perturbed != "minimiser":
@@ -118,7 +118,7 @@ class AdmmAccountant(FirstRecord):
         return moved(self._node, float(self._seen), step.carried, self._shift, float(self._replaced))
 
 
-def paper_epsilon(node: Node, rounds: int) -> FloatArray:
+def _paper_epsilon(node: Node, rounds: int) -> FloatArray:
     """`(rounds,)`: the sum of the alphas of iterations 1..t, for message 0 is no iteration. The paper states single ones."""
     alphas = np.full(rounds, float(node.alpha))
     alphas[-1] = node.final_alpha

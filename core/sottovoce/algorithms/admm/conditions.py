@@ -14,12 +14,11 @@ import numpy as np
 
 from sottovoce.algorithms.admm.calibrations import Calibration, DualCalibration, Node, PrimalCalibration, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
-from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import Caveat, Setting, require_scales
 from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
-from sottovoce.network.roster import called
 from sottovoce.registry import LARGEST, SMALLEST
+from sottovoce.text import called
 
 _FLATTEST = 2.0**-40
 """Of the curvature of all records: the local problem must have as much of its own."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sottovoce.arrays import Batch, FloatArray, Scalars, as_floats
 from sottovoce.losses import MarginLoss, beside
-from sottovoce.losses.margin import scores_of
+from sottovoce.losses.loss import scores_of
 
 _TRIALS = 60
 """Lengths tried for a Newton step before a gradient step is taken instead."""

@@ -18,9 +18,7 @@ from sottovoce.algorithms.admm.calibrations import (
     Variant,
 )
 from sottovoce.algorithms.admm.conditions import checked
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.per_learner import PerLearner, divided
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided
 from sottovoce.errors import SpecError
 from sottovoce.losses import MarginLoss
 from sottovoce.registry import NonNegative

@@ -80,7 +80,7 @@ class DualSensitivity:
 class DualAveragingAccountant(Accountant):
     """Running meter of one learner. Of a round's loss, one replaced record is as much as all of them.
 
-    It follows `(D_t, total)` for every round that may turn out the worst one to replace (`frontier`); where c_t never grows,
+    It follows `(D_t, total)` for every round that may turn out the worst one to replace (`_frontier`); where c_t never grows,
     for the first one with records alone, in O(1) a round. Told what is replaced, it follows that one change.
 
     Args:
@@ -138,7 +138,7 @@ class DualAveragingAccountant(Accountant):
             for difference, total in self._followed
         ]
         if starts:
-            self._followed = frontier([*self._followed, (of.step(t, 0.0, True), 0.0)])
+            self._followed = _frontier([*self._followed, (of.step(t, 0.0, True), 0.0)])
         self._seen += records
         self._t += 1
 
@@ -187,7 +187,7 @@ FRONTIER = 512
 """Rounds that a meter follows at most."""
 
 
-def frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The rounds `(D_t, total)` that may turn out the worst ones to replace: differences fall, totals rise.
 
     One with both numbers at most another's stays so for ever, because the recursion is increasing, and is left out. Those whose

@@ -15,8 +15,8 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import require
 from sottovoce.losses import Loss
-from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import cut_off
+from sottovoce.network.weights import Mixing
 
 Stochastic = Literal["doubly", "columns"]
 """What the weights of every round must sum to one along: rows and columns, or columns only."""

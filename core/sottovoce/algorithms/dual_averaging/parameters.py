@@ -15,9 +15,7 @@ from sottovoce.algorithms.dual_averaging.conditions import (
     check_network,
     method_findings,
 )
-from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, Setting, require_scales
 from sottovoce.arrays import MOST_NUMBERS, FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require

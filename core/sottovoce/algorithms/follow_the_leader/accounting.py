@@ -1,4 +1,9 @@
-"""What PD-FTGL and PD-OCG cost (Wang et al., ICML 2025, Theorem 3.6, and the wire-private variant).
+"""What PD-FTGL and PD-OCG cost, and the noise of a binary-tree counter.
+
+The noise of a binary-tree counter (Dwork et al. 2010), one vector per leaf, in memory that grows like the logarithm.
+
+Node r covers the leaves `(r - lowbit(r), r]` and has one noise b(r), drawn when leaf r arrives. The sum over leaves 1..z
+carries the noise of the nodes `z, z - lowbit(z), ... > 0`, one per binary one of z. These are the open nodes.
 
 Rounds come in blocks of L. Block sums are the leaves of a learner's tree counter; the noise of a node is drawn when its last
 leaf is said. Given all nodes completed before, two adjacent worlds have taken equal decisions, so only the block with the
@@ -18,13 +23,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.tree import levels, lowbit
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
 from sottovoce.noise.mechanisms import laplace_loss
 from sottovoce.privacy.accountant import Accountant, require_part
 from sottovoce.privacy.guarantee import Grounds, Mechanism
+
+# ---- tree ------------------------------------------------------------------------------------------------------------
+
+
+def lowbit(leaf: int) -> int:
+    """The largest power of two that divides it: how many leaves node `leaf` covers."""
+    return leaf & -leaf
+
+
+def levels(leaves: int) -> int:
+    """`floor(log2 N) + 1`, 0 for N = 0: the most nodes of 1..N that cover one leaf. Leaf 1 is covered by so many."""
+    return leaves.bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNodes:
+    """Noise of the open nodes, the node that covers most first: a value."""
+
+    noise: tuple[FloatArray, ...] = ()
+
+    def merged(self, leaf: int) -> FloatArray:
+        """Sum of the noise that goes away when `leaf` arrives, because its node swallows the nodes that carry it.
+
+        The prefix sum's noise changes by `b(leaf)` less this: `xi(z) = b(z) - sum over l < tz(z) of b(z - 2^l)`.
+        """
+        kept = len(self.noise) - lowbit(leaf).bit_length() + 1
+        total: FloatArray = sum(self.noise[kept:], np.zeros(()))
+        return total
+
+    def with_leaf(self, leaf: int, noise: FloatArray) -> OpenNodes:
+        """The open nodes after `leaf`, whose node has this noise."""
+        kept = len(self.noise) - lowbit(leaf).bit_length() + 1
+        return OpenNodes((*self.noise[:kept], noise))
+
+
+# ---- accounting ------------------------------------------------------------------------------------------------------
 
 NodeCost = Callable[[float], float]
 """Loss of one node above a leaf in which records of weight `share` are replaced: a record alone in its round has weight 1."""

@@ -25,10 +25,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, NodeCost, TreeAccountant
+from sottovoce.algorithms.follow_the_leader.accounting import (
+    Blocks,
+    LeafSensitivity,
+    NodeCost,
+    OpenNodes,
+    TreeAccountant,
+)
 from sottovoce.algorithms.follow_the_leader.conditions import Problem
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
-from sottovoce.algorithms.follow_the_leader.tree import OpenNodes
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, levels
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
-from sottovoce.algorithms.follow_the_leader.tree import levels
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import MOST_NUMBERS
 from sottovoce.errors import CheckFailed

@@ -20,8 +20,7 @@ import numpy as np
 from sottovoce.algorithms.follow_the_leader.conditions import problem_of
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import SpecError

@@ -19,7 +19,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.errors import CheckFailed
-from sottovoce.network.fixed import FixedNetwork
+from sottovoce.network.topology import FixedNetwork
 
 ROUNDING = 1e-12
 """How far an eigenvalue of P may be from its place."""

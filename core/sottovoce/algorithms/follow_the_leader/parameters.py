@@ -19,10 +19,7 @@ from sottovoce.algorithms.follow_the_leader.conditions import (
     require_bound,
 )
 from sottovoce.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy, gossip_of
-from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.per_learner import PerLearner, divided, times
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales, times
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.registry import Count, Positive

@@ -34,8 +34,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.noise import grid
 from sottovoce.privacy.accountant import Accountant, require_part
-from sottovoce.privacy.guarantee import Event, Grounds, Mechanism
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Event, Grounds, Mechanism, Regularity
 
 Adjacency = Literal["record", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""

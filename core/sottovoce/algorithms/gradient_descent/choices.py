@@ -11,11 +11,10 @@ from pydantic import Field
 
 from sottovoce.algorithms.gradient_descent.accounting import Schedule
 from sottovoce.algorithms.gradient_descent.conditions import require_change
-from sottovoce.algorithms.per_learner import PerLearner, divided, times
-from sottovoce.algorithms.setting import Setting
+from sottovoce.algorithms.setting import PerLearner, Setting, divided, times
 from sottovoce.errors import SpecError, require
 from sottovoce.noise import GRID_BITS
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Regularity
 from sottovoce.registry import Positive, Section
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

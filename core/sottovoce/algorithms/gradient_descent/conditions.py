@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import Caveat, Setting, require_scales
 from sottovoce.errors import require
 
 _RESOLUTION = 2.0**-32

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.algorithms.gradient_descent.accounting import Adjacency, Schedule
-from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, OwnValue, Point
+from sottovoce.algorithms.gradient_descent.algorithm import Dpsr, GossipDescent, OwnValue, Point
 from sottovoce.algorithms.gradient_descent.choices import (
     CalibratedNoise,
     GeometricNoise,
@@ -23,9 +23,7 @@ from sottovoce.algorithms.gradient_descent.choices import (
     ZeroNoise,
 )
 from sottovoce.algorithms.gradient_descent.conditions import checked
-from sottovoce.algorithms.gradient_descent.dpsr import Dpsr
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce.arrays import MOST_NUMBERS, FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 

@@ -25,14 +25,14 @@ from sottovoce.algorithms.ldp_dol.sensitivity import (
     require_mode,
 )
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import SpecError, get_extra
+from sottovoce.errors import SpecError
 from sottovoce.noise import grid
+from sottovoce.optional import get_extra
 from sottovoce.privacy.accountant import FirstRecord
-from sottovoce.privacy.guarantee import Grounds, Mechanism
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Grounds, Mechanism, Regularity
 
 _LONGEST_HEAD = 2**20
-"""Rounds after which `infinite_horizon` gives up looking for the start of its tail."""
+"""Rounds after which `_infinite_horizon` gives up looking for the start of its tail."""
 
 
 class LdpDolAccountant(FirstRecord):
@@ -101,15 +101,15 @@ class LdpDolAccountant(FirstRecord):
             first_record(SensitivityRecursion("loose", theirs, self._schedules, self._smallest), self._learner, rounds)
         )
 
-    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+    def _infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
         """Of one replaced record among at least the smallest batch a round; what is used again has no end to be planned for."""
         batch = int(counts.min())
         if self._changes or batch == 0 or (replaced is not None and replaced.sum() > 1):
             return math.inf
-        return infinite_horizon(self._mode, self._known, self._schedules, self._learner, batch)
+        return _infinite_horizon(self._mode, self._known, self._schedules, self._learner, batch)
 
 
-def infinite_horizon(
+def _infinite_horizon(
     mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int = 1
 ) -> float:
     """Bound on epsilon over infinitely many rounds, each bringing at least `batch_size` records, one of all replaced.
@@ -131,7 +131,7 @@ def infinite_horizon(
 def _head_and_tail(
     mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int, convex: bool
 ) -> float:
-    """The bound of `infinite_horizon` with the tail of mode `convex`, or of `smooth`."""
+    """The bound of `_infinite_horizon` with the tail of mode `convex`, or of `smooth`."""
     try:
         from scipy.special import zeta
     except ImportError:

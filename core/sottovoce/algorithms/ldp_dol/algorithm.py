@@ -29,7 +29,7 @@ from sottovoce.losses.history import History, start_history
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
-from sottovoce.privacy.regularity import regularity_of
+from sottovoce.privacy.guarantee import regularity_of
 
 
 @dataclass(frozen=True, slots=True)

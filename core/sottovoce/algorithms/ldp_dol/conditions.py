@@ -14,8 +14,8 @@ from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
 from sottovoce.losses import Loss
 from sottovoce.losses.history import QuadraticHistory, start_history
-from sottovoce.network.fixed import FixedNetwork
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.network.topology import FixedNetwork
+from sottovoce.privacy.guarantee import Regularity
 
 _LARGE = 2**28
 """Bytes of statistics of which a user is told."""

@@ -7,11 +7,8 @@ from typing import Literal
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules
-from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.per_learner import PerLearner, times
-from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.privacy.regularity import regularity_of
+from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, require_scales, times
+from sottovoce.privacy.guarantee import regularity_of
 
 
 class LdpDolSpec(AlgorithmSpec):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sottovoce.errors import CheckFailed
-from sottovoce.privacy.regularity import Regularity
+from sottovoce.privacy.guarantee import Regularity
 
 Mode = Literal["loose", "smooth", "convex", "clip", "best"]
 _SQRT2 = math.sqrt(2.0)

@@ -8,23 +8,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.dependence import Dependence
+from sottovoce.auditing.bounds import Levels, Part, Test
+from sottovoce.auditing.conformance.block import Block, Instrument
 from sottovoce.auditing.conformance.freshness import Freshness
-from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.conformance.lags import Lags
 from sottovoce.auditing.conformance.lattice import Lattice
 from sottovoce.auditing.conformance.marginal import Marginal
+from sottovoce.auditing.conformance.pairs import Pairs
+from sottovoce.auditing.conformance.regressors import Regressors, Relations
 from sottovoce.auditing.conformance.residuals import Schedule, residuals
-from sottovoce.auditing.levels import Levels, Test
-from sottovoce.auditing.simulated import Tell, nobody, numbers_of, within
-from sottovoce.auditing.worlds import Worlds
+from sottovoce.auditing.conformance.uniforms import Uniforms
+from sottovoce.auditing.worlds import Tell, Worlds, nobody, numbers_of, within
 from sottovoce.data import PlacedData
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
+
+# ---- dependence ------------------------------------------------------------------------------------------------------
+
+
+class Dependence(Instrument):
+    """Noise depends on no other noise, and on nothing before it.
+
+    It looks at blocks that are `close`: what it does costs more per number than all other tests together.
+
+    Attributes:
+        numbers: of noise that it has looked at.
+    """
+
+    part: ClassVar[Part] = "dependence"
+
+    def __init__(self) -> None:
+        self.numbers = 0
+        self._parts = Lags(), Pairs(), Regressors(), Relations(), Uniforms()
+
+    def add(self, block: Block) -> None:
+        if block.close and block.count:
+            self.numbers += block.count
+            for each in self._parts:
+                each.add(block)
+
+    def merge(self, other: Self) -> None:
+        self.numbers += other.numbers
+        lags, pairs, regressors, relations, uniforms = self._parts
+        lags.merge(other._parts[0])
+        pairs.merge(other._parts[1])
+        regressors.merge(other._parts[2])
+        relations.merge(other._parts[3])
+        uniforms.merge(other._parts[4])
+
+    def tests(self) -> list[Test]:
+        return [test for each in self._parts for test in each.tests()]
+
+
+# ---- the battery -----------------------------------------------------------------------------------------------------
 
 INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Freshness)
 

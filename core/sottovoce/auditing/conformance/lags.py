@@ -14,10 +14,9 @@ import numpy.typing as npt
 from scipy import fft
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.chances import log_normal, log_products, log_signs
-from sottovoce.auditing.conformance.layout import Layout
-from sottovoce.auditing.levels import Test
+from sottovoce.auditing.bounds import Test
+from sottovoce.auditing.conformance.block import Block, Layout
+from sottovoce.auditing.conformance.p_values import log_normal, log_products, log_signs
 
 KEPT = 2**22
 """Sums that are kept, at most, 8 bytes each: where there are more, the largest distances are left out."""

@@ -22,11 +22,10 @@ import numpy as np
 from scipy import stats
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.counts import Judged, binomial, by_place, dyadic, even, pooled, worst
-from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.bounds import Part, Test
+from sottovoce.auditing.conformance.block import Block, Instrument
+from sottovoce.auditing.conformance.p_values import Judged, binomial, by_place, dyadic, even, pooled, worst
 from sottovoce.auditing.conformance.residuals import ByteArray
-from sottovoce.auditing.levels import Part, Test
 
 _MOST_LOST = 4
 """Numbers with more unresolved bits than this are left out: the 32 bits above those are not uniform any more."""

@@ -15,10 +15,19 @@ import numpy as np
 from scipy import stats
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.counts import Scales, by_place, dyadic, even, gamma, halves, maximum, pooled, worst
-from sottovoce.auditing.conformance.instrument import Instrument
-from sottovoce.auditing.levels import Part, Test
+from sottovoce.auditing.bounds import Part, Test
+from sottovoce.auditing.conformance.block import Block, Instrument
+from sottovoce.auditing.conformance.p_values import (
+    Scales,
+    by_place,
+    dyadic,
+    even,
+    gamma,
+    halves,
+    maximum,
+    pooled,
+    worst,
+)
 
 _NEAR = 2.0**-34
 """Numbers closer to zero than this, in scales, count as zero: 64 lattice points, beyond what a replay rounds off.

@@ -1,4 +1,4 @@
-"""Dependence between places: correlations of all pairs, and spectra.
+"""Dependence between places: correlations of all pairs of columns, and spectra.
 
 A lag adds up what is equally far apart; here every pair stands for itself, so that one pair among a million is seen, and noise
 that sums to zero over all learners.
@@ -13,11 +13,101 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.gram import Gram, all_pairs_p
-from sottovoce.auditing.conformance.layout import Layout
-from sottovoce.auditing.levels import Test
+from sottovoce.arrays import BoolArray, FloatArray
+from sottovoce.auditing.bounds import Test
+from sottovoce.auditing.conformance.block import Block, Layout
+from sottovoce.auditing.conformance.p_values import FEW, correlation_p, largest_p, smallest_p
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+_SAMPLES = 16
+"""Below so many, correlations of all pairs together have no gamma law."""
+
+_Singles = npt.NDArray[np.float32]
+
+
+class _Gram:
+    """Sums over samples of products of columns.
+
+    Attributes:
+        sums: `(scores, columns, columns)`.
+        squares: of a column, over the samples in which another one is known, too; likewise.
+        counts: `(columns, columns)` samples in which both are known.
+    """
+
+    def __init__(self, scores: _Singles, known: BoolArray) -> None:
+        """From `scores (scores, samples, columns)`, 0 where unknown."""
+        self.sums: _Singles = scores.swapaxes(-1, -2) @ scores
+        alive, some = (np.asarray(known.any(axis=axis)) for axis in (0, 1))
+        if known[some][:, alive].all():  # as almost always: every sample has all columns
+            both = (alive[:, None] & alive).astype(np.float32)
+            self.counts: _Singles = np.count_nonzero(some) * both
+            self.squares: _Singles = np.diagonal(self.sums, axis1=1, axis2=2)[:, :, None] * both
+        else:
+            there = known.astype(np.float32)
+            self.counts = there.T @ there
+            self.squares = (scores**2).swapaxes(-1, -2) @ there
+
+    def add(self, other: _Gram) -> None:
+        """Take in other samples."""
+        self.sums = self.sums + other.sums
+        self.counts = self.counts + other.counts
+        self.squares = self.squares + other.squares
+
+    def worst_pair(self) -> Iterator[tuple[float, int, float, int, int, int]]:
+        """For every score: p-value times pairs, pairs, correlation, score and the pair that is correlated most."""
+        judged = np.triu(self.counts >= FEW, 1)
+        pairs = int(np.count_nonzero(judged))
+        for s in range(len(self.sums) if pairs else 0):
+            rho = self._rho(s)
+            # Among pairs of equally many samples the largest correlation is the least likely one.
+            most = [
+                np.where(judged & (self.counts == n), np.abs(rho), -1.0).argmax()
+                for n in np.unique(self.counts[judged])
+            ]
+            at = np.unravel_index(np.array(most), rho.shape)
+            p_values = correlation_p(rho[at], self.counts[at].astype(np.float64))
+            k = int(p_values.argmin())
+            yield float(p_values[k]) * pairs, pairs, float(rho[at][k]), s, int(at[0][k]), int(at[1][k])
+
+    def all_pairs(self, score: int) -> tuple[float, float, float, int]:
+        """Sum of squared correlations, what it is on average and its variance under the claim (exact), and pairs."""
+        above = np.triu(self.counts >= _SAMPLES, 1)
+        n = self.counts[above].astype(np.float64)
+        squares = self._rho(score)[above] ** 2
+        return float(squares.sum()), float((1.0 / n).sum()), float((2.0 * (n - 1.0) / (n**2 * (n + 2.0))).sum()), n.size
+
+    def spectrum(self, score: int) -> Iterator[tuple[float, float, str]]:
+        """Of the largest and of the smallest singular value: p-value, its square per sample, and which.
+
+        None where something is unknown, and with fewer samples than columns: the transposed matrix has the same ones.
+        """
+        alive = np.diagonal(self.counts) > 0
+        own, counts = self.sums[score][alive][:, alive], self.counts[alive][:, alive]
+        columns = len(own)
+        if columns < 2 or counts.min() != counts.max() or counts.min() < max(FEW, columns):
+            return
+        n = int(counts[0, 0])
+        squares = np.linalg.eigvalsh(own.astype(np.float64))
+        yield largest_p(float(squares[-1]), n, columns), float(squares[-1]) / n, "largest singular value"
+        yield smallest_p(float(squares[0]), n, columns), float(squares[0]) / n, "smallest singular value"
+
+    def _rho(self, score: int) -> FloatArray:
+        squares = self.squares[score].astype(np.float64)
+        lengths = np.sqrt(squares * squares.T)
+        rho: FloatArray = np.where(lengths > 0.0, self.sums[score] / np.maximum(lengths, 1e-30), 0.0)
+        return np.clip(rho, -1.0, 1.0)
+
+
+def _all_pairs_p(total: float, mean: float, variance: float) -> float:
+    """Two-sided, of a sum of squared correlations: a gamma law of its mean and variance."""
+    shape, scale = mean**2 / variance, variance / mean
+    return 2.0 * min(0.5, float(special.gammainc(shape, total / scale)), float(special.gammaincc(shape, total / scale)))
+
+
+# ---- all pairs -------------------------------------------------------------------------------------------------------
 
 COLUMNS = 1500
 """Most columns of a matrix: it takes 2 x 4 bytes of the square of this."""
@@ -53,10 +143,10 @@ class _Columns:
         length = math.prod(laid.shape[axis] for axis in self.samples)
         return laid.transpose(*self.samples, *others).reshape(length, -1)
 
-    def gram(self, layout: Layout, block: Block) -> Gram:
+    def gram(self, layout: Layout, block: Block) -> _Gram:
         """Of the runs of a block."""
         scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_sizes)])
-        return Gram(scores, self.of(layout, block.known).astype(np.bool_))
+        return _Gram(scores, self.of(layout, block.known).astype(np.bool_))
 
 
 def _learner_coordinate(layout: Layout, at: int) -> str:
@@ -85,7 +175,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._grams: dict[str, Gram] = {}
+        self._grams: dict[str, _Gram] = {}
         self._runs = _Runs()
 
     def add(self, block: Block) -> None:
@@ -103,7 +193,7 @@ class Pairs:
             self._gather(what, gram)
         self._runs.merge(other._runs)
 
-    def _gather(self, what: str, gram: Gram) -> None:
+    def _gather(self, what: str, gram: _Gram) -> None:
         if what in self._grams:
             self._grams[what].add(gram)
         else:
@@ -153,7 +243,7 @@ def _judged(what: str, found: Mapping[str, list[_Found]], *, primary: bool) -> I
             )
 
 
-def _of(gram: Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
+def _of(gram: _Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
     """What a matrix comes to, by statistic."""
     found: dict[str, list[_Found]] = {statistic: [] for statistic in _SAYS}
     for p_value, _, rho, score, first, second in gram.worst_pair():
@@ -162,7 +252,7 @@ def _of(gram: Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]
     for score, statistic in enumerate((_ALL, _SIZES)):
         total, mean, variance, pairs = gram.all_pairs(score)
         if pairs > _PAIRS:
-            found[statistic].append(_Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
+            found[statistic].append(_Found(_all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
     for score, of in enumerate(_SCORES):
         found[_SPECTRUM] += [_Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
     return found
@@ -179,7 +269,7 @@ class _Runs:
         self._spectrum = _Found(np.inf)
         self._spectra = 0
 
-    def add(self, gram: Gram) -> None:
+    def add(self, gram: _Gram) -> None:
         for p_value, pairs, rho, score, first, second in gram.worst_pair():
             where = f"{_SCORES[score]} of runs {first} and {second} of a block"
             self._worst = min(self._worst, _Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
@@ -207,7 +297,7 @@ class _Runs:
             found[_WORST] = [_Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
         if self._together > len(_SCORES) * _PAIRS:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
-                found[statistic] = [_Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
+                found[statistic] = [_Found(_all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
         if self._spectra:
             least = self._spectrum
             found[_SPECTRUM] = [_Found(least.p_value * self._spectra, least.statistic, least.where)]

@@ -117,7 +117,7 @@ def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
 
 
 @dataclass(frozen=True, slots=True)
-class Noisy:
+class _Noisy:
     """What the schedule says of the noise in a field of one round's message.
 
     Attributes:
@@ -133,7 +133,7 @@ class Noisy:
     lattice: bool
 
 
-Schedule = dict[tuple[int, int], Mapping[str, Noisy]]
+Schedule = dict[tuple[int, int], Mapping[str, _Noisy]]
 """By learner and round, the fields that carry noise: the same in all runs, so found out once."""
 
 
@@ -170,7 +170,7 @@ def noise_of(
     return found
 
 
-def _noisy(replay: Replay, centre: Message) -> dict[str, Noisy]:
+def _noisy(replay: Replay, centre: Message) -> dict[str, _Noisy]:
     """The fields of this round's message that carry noise.
 
     The learner, who says `centre` without noise, speaks once with the same number in place of every noise: where a message moves
@@ -195,7 +195,7 @@ def _noisy(replay: Replay, centre: Message) -> dict[str, Noisy]:
         # By schedule alone, so that one replica says it for all.
         where = np.abs(moved[name][:1, :1] - centre[name][:1, :1] - step) <= 1e-6 * np.abs(step)
         if 0.0 < scale < math.inf and where.any():
-            found[name] = Noisy(law, scale, where, name in on_lattice)
+            found[name] = _Noisy(law, scale, where, name in on_lattice)
     return found
 
 
@@ -289,7 +289,7 @@ def _beside(replay: Replay, name: str) -> FloatArray | float:
     return as_floats(np.sum(sizes, axis=0)) if sizes else 0.0
 
 
-def _take_off(into: Residuals, noisy: Noisy, said: FloatArray, centre: FloatArray, beside: FloatArray | float) -> None:
+def _take_off(into: Residuals, noisy: _Noisy, said: FloatArray, centre: FloatArray, beside: FloatArray | float) -> None:
     """Fill the residuals of a round: what was said without its centre, where there is noise."""
     into.scale[:] = noisy.scale
     if noisy.law == "spherical":

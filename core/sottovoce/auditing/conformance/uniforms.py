@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import IntArray
+from sottovoce.auditing.bounds import Test
 from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.counts import Judged, binomial, worst
-from sottovoce.auditing.levels import Test
+from sottovoce.auditing.conformance.p_values import Judged, binomial, worst
 from sottovoce.noise import GRID_BITS
 
 _WORD = 64

@@ -12,7 +12,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.lab.attacks.gradients import Added
 from sottovoce.losses import Loss
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Softmax
 
 _TINY = 1e-300
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.files import AnyArray
+from sottovoce.arrays import AnyArray, FloatArray
 
 _TINY = 1e-300
 _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2

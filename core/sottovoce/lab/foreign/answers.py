@@ -17,8 +17,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conversation import Conversation, Overheard
-from sottovoce.auditing.views import COLUMNS, REPEATED
+from sottovoce.auditing.views import COLUMNS, REPEATED, Conversation, Overheard
 
 _ASKED, _ANSWERED = 32, 64
 """Of a request and of an answer, so many numbers are looked at."""

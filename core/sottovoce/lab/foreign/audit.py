@@ -16,16 +16,14 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import TESTED, attack, level, split, tested
-from sottovoce.auditing.bounds import Bound, epsilon_lower_bound, runs_to_show
-from sottovoce.auditing.conversation import Conversation
-from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
+from sottovoce.auditing.bounds import BLIND, OF_NOISE, Bound, Levels, epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.verdict import Findings, Verdict, decide
-from sottovoce.auditing.views import decoded, timing, views
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.views import Conversation, decoded, timing, views
 from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.leaks import Leak, leaks
 from sottovoce.lab.foreign.repeats import Sign, signs
+from sottovoce.optional import import_extra
 
 if TYPE_CHECKING:
     from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound

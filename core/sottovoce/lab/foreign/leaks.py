@@ -10,9 +10,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.conversation import Conversation
-from sottovoce.auditing.views import CHANNEL, decoded, sources, thing_at
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.views import CHANNEL, Conversation, decoded, sources, thing_at
+from sottovoce.optional import import_extra
 
 _CLEAR = 4.0
 """Standard errors by which an AUC must differ from 1/2 where a classifier has told the worlds apart."""

@@ -17,14 +17,12 @@ import numpy as np
 from scipy import stats
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.dependence import Dependence
-from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.bounds import Levels, Test
+from sottovoce.auditing.conformance.battery import Dependence
+from sottovoce.auditing.conformance.block import Block, Instrument
 from sottovoce.auditing.conformance.marginal import Marginal
 from sottovoce.auditing.conformance.residuals import as_laplace
-from sottovoce.auditing.conversation import Conversation, Decoded
-from sottovoce.auditing.levels import Levels, Test
-from sottovoce.auditing.views import sources
+from sottovoce.auditing.views import Conversation, Decoded, sources
 from sottovoce.errors import SpecError
 from sottovoce.lab.foreign.power import gaussian_epsilon
 from sottovoce.lab.foreign.resolution import resolution

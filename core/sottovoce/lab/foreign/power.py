@@ -14,10 +14,9 @@ from scipy import optimize, special, stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.blackbox import level, tested
-from sottovoce.auditing.bounds import epsilon_lower_bound
-from sottovoce.auditing.conversation import Conversation
-from sottovoce.auditing.levels import Levels
+from sottovoce.auditing.bounds import Levels, epsilon_lower_bound
 from sottovoce.auditing.verdict import Reach
+from sottovoce.auditing.views import Conversation
 
 _POWER = 0.9
 """The probability with which what is named would have been found."""

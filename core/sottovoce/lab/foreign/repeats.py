@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conversation import Conversation, Overheard
-from sottovoce.auditing.views import decoded
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.views import Conversation, Overheard, decoded
 from sottovoce.lab.foreign.leaks import message_names
 from sottovoce.lab.foreign.resolution import resolution
-from sottovoce.running.assembly import Versions
+from sottovoce.optional import import_extra
+from sottovoce.running.transcript import Versions
 
 _CHANCE = 1e-6
 """Coincidences less likely than this are reported."""

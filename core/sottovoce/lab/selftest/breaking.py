@@ -14,11 +14,11 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import Share, children, overhear
-from sottovoce.data.files import import_extra
+from sottovoce.auditing.worlds import Share, children, overhear
 from sottovoce.errors import SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import Draw, Law, Noise, SeededNoise, no_noise
+from sottovoce.optional import import_extra
 from sottovoce.running.simulator import simulate
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.algorithms.interface import OnLattice
-from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import spread
 from sottovoce.auditing.noticing import Expected, Noticing, Said
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import Share, overhear
+from sottovoce.auditing.worlds import Share, overhear
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise
 from sottovoce.running.run import Run

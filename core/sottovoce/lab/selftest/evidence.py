@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.simulated import numbers_of
+from sottovoce.auditing.worlds import numbers_of
 from sottovoce.running.run import Run
 
 Limit = Callable[[Run, float], float]

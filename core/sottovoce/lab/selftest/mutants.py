@@ -16,8 +16,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import NoiseOf, children
-from sottovoce.auditing.worlds import Worlds
+from sottovoce.auditing.worlds import NoiseOf, Worlds, children
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.breaking import Change, Inside, changed, laws

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import at_a_time, overhear, shares
+from sottovoce.auditing.worlds import at_a_time, overhear, shares
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.doctoring import Spoken, notices
 from sottovoce.lab.selftest.evidence import FOUND

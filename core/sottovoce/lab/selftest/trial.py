@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.auditing.levels import SHARES
+from sottovoce.auditing.bounds import SHARES
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.simulated import Share
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import features
+from sottovoce.auditing.worlds import Share
 from sottovoce.data import PlacedData
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.bases import BASES, Base
 from sottovoce.lab.selftest.breaking import inside
 from sottovoce.lab.selftest.doctoring import Spoken, notices
 from sottovoce.lab.selftest.mutants import Broken, Family, Mutant
 from sottovoce.noise import SeededNoise
+from sottovoce.optional import import_extra
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 

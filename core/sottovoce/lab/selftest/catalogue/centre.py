@@ -12,8 +12,8 @@ import numpy as np
 from sottovoce.algorithms.interface import Heard, Message
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import Share, overhear
 from sottovoce.auditing.swaps import PILOT
+from sottovoce.auditing.worlds import Share, overhear
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.breaking import Altered
 from sottovoce.lab.selftest.following import Following, following

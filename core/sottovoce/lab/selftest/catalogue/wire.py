@@ -9,7 +9,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.simulated import Share
+from sottovoce.auditing.worlds import Share
 from sottovoce.lab.selftest import doctoring
 from sottovoce.lab.selftest.breaking import Inside, inside
 from sottovoce.lab.selftest.mutants import MOST, SEEN, Breaks, Mutant, Swap, heard, leaking, mirrored, where

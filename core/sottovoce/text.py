@@ -1,8 +1,12 @@
-"""Text of others, as it may stand on a terminal, in a log or in a spreadsheet."""
+"""Text for people: names in messages, and text of others as it may stand on a terminal, in a log or in a spreadsheet."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _FORMULA = ("=", "+", "-", "@")
+_MAX_NAMED = 10
+"""Names that a message lists."""
 
 
 def plain(text: str) -> str:
@@ -27,3 +31,16 @@ def cell_of(value: object) -> object:
         return value
     text = plain(value)
     return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def called(names: Sequence[str], learner: int) -> str:
+    """A learner's name, in words for people; `learner 3` where nobody has said it."""
+    return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"

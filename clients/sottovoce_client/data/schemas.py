@@ -1,4 +1,8 @@
-"""`sottovoce schema`: one drafted from public records, and what one says, by itself or beside a file of records."""
+"""`sottovoce schema`, and what `sottovoce spec check` tells of the files of a spec.
+
+A schema is drafted from public records, or shown, by itself or beside a file of records. Of a spec's files: the columns, what
+counts as 1, how many records a learner gets, who sends to whom.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,29 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.algorithms.setting import Caveat
+from sottovoce.arrays import AnyArray
+from sottovoce.data import PlacedData
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import read_cells, require_column, require_names
-from sottovoce.data.dataset import encode_file, schema_reads
+from sottovoce.data.dataset import encode_file, read_source, schema_reads
 from sottovoce.data.drafting import Draft, draft
-from sottovoce.data.encoding import Encoded, Encoder
+from sottovoce.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce.data.fields import Category, Date, Number
-from sottovoce.data.schema import Schema
+from sottovoce.data.files import RawTable
+from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError
 from sottovoce.losses import Loss
-from sottovoce.losses.logistic import Logistic
-from sottovoce.losses.quadratic import Ridge
-from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.linear import Logistic, Ridge, Softmax
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
+from sottovoce_client.data.catalogue import constant_note
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.wording import NOTHING, count, number, plural
 
@@ -144,15 +152,15 @@ def _fields(schema: Schema) -> Table:
 
 def _facts(encoder: Encoder, spec: RunSpec | None) -> Iterator[tuple[str, str]]:
     schema = encoder.schema
-    yield "label", label_line(encoder)
+    yield "label", _label_line(encoder)
     yield "ignored", _listed(schema.ignored) or NOTHING
     yield "no value", _listed([*map(str, schema.missing_values), "empty text"])
     fields = plural(len(schema.features), "field")
     yield "features", f"{plural(schema.width, 'number')} of {fields}, each within [-1, 1]"
-    yield "l2 norm", norm_line(schema, spec)
+    yield "l2 norm", _norm_line(schema, spec)
 
 
-def label_line(encoder: Encoder) -> str:
+def _label_line(encoder: Encoder) -> str:
     """What is learned: `outcome: 0 is home; 1 is died`."""
     label, values = encoder.schema.label, encoder.values
     if values is None:
@@ -167,11 +175,11 @@ def used_lines(spec: RunSpec, schema: Schema) -> Iterator[str]:
     """What a run makes of its schema: features, what is learned, and of records that are too long."""
     names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
     yield f"features: {_listed(names, 60)}"
-    yield f"label {label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
-    yield f"l2 norm of a record: {norm_line(schema, spec)}"
+    yield f"label {_label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
+    yield f"l2 norm of a record: {_norm_line(schema, spec)}"
 
 
-def norm_line(schema: Schema, spec: RunSpec | None) -> str:
+def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
     """How long a record may be, and what a loss makes of that."""
     fields, intercept = len(schema.features), spec is None or spec.data.intercept
     bound = math.sqrt(fields + intercept)
@@ -206,3 +214,95 @@ def _print_fit(records: Path, found: Encoded, console: Console) -> None:
         if found.hint:
             console.print(Text(found.hint), soft_wrap=True)
     console.print("These are figures of the records themselves: nothing protects them.", style="dim")
+
+
+_SHOWN = 5
+"""Records."""
+_COLUMNS, _CLASSES = 12, 12
+"""That are shown of them, and of the labels."""
+_EDGES = 12
+"""Of a graph that are shown."""
+_LONG = 10
+"""Times as long as a loss leaves them: of such rows the largest features are all that is left."""
+
+
+def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> Iterator[str]:
+    """Of records that are there; of those of a schema, which says what is read as what, only how they are dealt.
+
+    Raises:
+        SottovoceError: they cannot be read.
+    """
+    if spec.data.schema is None:
+        yield from _columns(spec, read_source(spec.data, folders))
+    sizes = [len(each.labels) for each in data.learners]
+    got = plural(max(sizes), "record")
+    if min(sizes) < max(sizes):
+        got = f"{count(min(sizes))} to {got}"
+    held = f"{count(len(data.test_labels))} held out for accuracy"
+    yield f"learners: {plural(len(sizes), 'learner')} with {got} each; {held}"
+
+
+def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:
+    """Whether records that nothing scaled are mostly cut to a small part of their length."""
+    if spec.data.scale != "none" or spec.data.schema is not None:
+        return
+    limit = spec.loss.feature_bound
+    rows = [np.linalg.norm(each.features, axis=-1) > _LONG * limit for each in data.learners]
+    if np.mean(np.concatenate(rows)) > 0.5:
+        how = "data.scale: standard" if len(data.test_labels) else "in the file, for no record is held out to scale by"
+        yield Caveat(
+            "LONG_ROWS",
+            f"more than half of the records are over {_LONG} times as long as loss.feature_bound, {number(limit)}, and are cut "
+            f"to it, so their largest features hide all others: scale them ({how}), or declare a schema with bounds",
+        )
+
+
+def graph_lines(spec: RunSpec) -> Iterator[str]:
+    """The edges of graphs that are read from files: who is meant by their nodes."""
+    if not spec.topology.file:
+        return
+    section = spec.topology.without_files(spec.names).model_dump(mode="json")
+    graphs = [section["graph"]] if section["graph"] else section["sequence"]["graphs"]
+    for graph in graphs:
+        if graph["kind"] == "edges":
+            between = " to " if graph["directed"] else " and "
+            told = [between.join(spec.names[i] for i in edge) for edge in graph["edges"]]
+            more = ", ..." if len(told) > _EDGES else ""
+            yield f"graph: {plural(len(told), 'edge')}: {', '.join(told[:_EDGES])}{more}"
+
+
+def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
+    names = table.columns or tuple(f"column {k}" for k in range(table.features.shape[1]))
+    yield f"{spec.data.source}: {plural(len(table.labels), 'record')}, as they are read:"
+    if table.header is not None:
+        yield f"first line: names of the columns, for {table.header}"
+    intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
+    yield f"features: {len(names)} ({_some(names)}){intercept}"
+    if note := constant_note(table):
+        yield f"note: {note}"
+    label = "label" if table.label is None else f"label, column {table.label!r}"
+    yield f"{label}: {_meaning(table.labels, spec.loss, spec.data.positive)}"
+    yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {_some((*names[:_COLUMNS], 'label'), _COLUMNS + 1)}"
+    for row, own in zip(table.features[:_SHOWN], texts_of(table.labels[:_SHOWN]), strict=True):
+        cut = ", ..." if len(row) > _COLUMNS else ""
+        yield f"  {', '.join(f'{value:g}' for value in row[:_COLUMNS])}{cut}, {own}"
+
+
+def _meaning(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> str:
+    """What each label is for the loss, and how many records have it."""
+    mapped, _ = map_labels(labels, loss, positive)
+    if loss.n_classes is None:
+        return f"a number from {mapped.min():g} to {mapped.max():g}"
+    distinct, first, many = np.unique(labels, return_index=True, return_counts=True)
+    told = [
+        f"{text} is {mapped[k]:g} ({plural(int(n), 'record')})"
+        for text, k, n in zip(texts_of(distinct), first, many, strict=True)
+    ]
+    how = "" if positive is not None or not loss.binary else "; where another is to be 1, name it in data.positive"
+    if loss.binary and len(told) == 1:
+        how += ": all are the same, so there is nothing to tell apart"
+    return f"{_some(told, _CLASSES)}{how}"
+
+
+def _some(parts: Sequence[str], most: int = _COLUMNS) -> str:
+    return ", ".join(parts[:most]) + (", ..." if len(parts) > most else "")
