@@ -14,14 +14,11 @@ import pytest
 
 from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.dead_letters import dead_letters
-from sottovoce_client.feeding.fields import Fields
-from sottovoce_client.feeding.files import csv_files, jsonl_files
-from sottovoce_client.feeding.forms import Csv
-from sottovoce_client.feeding.parquet import parquet_files
+from sottovoce_client.feeding.files import csv_files, jsonl_files, parquet_files
+from sottovoce_client.feeding.forms import Csv, StandardInput
+from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms, feed
-from sottovoce_client.feeding.source import Tabular
-from sottovoce_client.feeding.standard_input import StandardInput
-from sottovoce_client.feeding.tally import Account
+from sottovoce_client.feeding.records import Fields, Tabular
 from tests.client.test_feeding import SECRET, ann
 from tests.client.test_live_learner import SCHEMA, learned, spec_of
 

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 
 from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.feeding.files import csv_files, jsonl_files, place_of
-from sottovoce_client.feeding.forms import JsonLines
-from sottovoce_client.feeding.parquet import parquet_files
-from sottovoce_client.feeding.source import Message, Part, Unreadable
-from sottovoce_client.feeding.standard_input import StandardInput
+from sottovoce_client.feeding.files import csv_files, jsonl_files, parquet_files, place_of
+from sottovoce_client.feeding.forms import JsonLines, StandardInput
+from sottovoce_client.feeding.records import Message, Part, Unreadable
 
 CSV = b'a,b\n1,x\n2,"y\nz"\n3\n\n4,w'
 
@@ -189,7 +187,7 @@ async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, con
     path = wrote(tmp_path / "a.parquet", content)
     with pytest.raises(DataError, match="must be a Parquet file, which ends in PAR1, got one that does not") as said:
         await read(parquet_files([path])[0])
-    assert str(path) in str(said.value) and "`sottovoce feed csv` takes CSV" in str(said.value)
+    assert str(path) in str(said.value) and "--format csv or jsonl takes the others" in str(said.value)
     assert "71" not in str(said.value).replace(str(path), "")
 
 

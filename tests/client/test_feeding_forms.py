@@ -16,11 +16,19 @@ from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.data.encoding import UNDECLARED
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.feeding.fields import NO_OBJECT, NOT_UTF8, TWICE, Fields, Unfit
-from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines
-from sottovoce_client.feeding.sieve import NO_NUMBERS, Sieve
-from sottovoce_client.feeding.source import Message, Unreadable
-from sottovoce_client.feeding.standard_input import NO_POSITION, Numbered
+from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines, Numbered
+from sottovoce_client.feeding.records import (
+    NO_NUMBERS,
+    NO_OBJECT,
+    NO_POSITION,
+    NOT_UTF8,
+    TWICE,
+    Fields,
+    Message,
+    Sieve,
+    Unfit,
+    Unreadable,
+)
 from tests.client.test_live_learner import RECORD, SCHEMA, spec_of
 
 DATA = spec_of({"schema": SCHEMA}).data

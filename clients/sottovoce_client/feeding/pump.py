@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +20,8 @@ import structlog
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
-from sottovoce_client.feeding.fields import Fields, map_of
-from sottovoce_client.feeding.sieve import Sieve, Sifted
-from sottovoce_client.feeding.source import Message, Part, Tabular
-from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.feeding.progress import Account, Tally, Work
+from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Sifted, Tabular, map_of
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
@@ -167,6 +165,22 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
             raise Unavailable(
                 f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
             )
+
+
+def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms) -> Work:
+    """The work of feeding parts.
+
+    Args:
+        opened: gives them, open.
+        target, terms: as of `feed`.
+    """
+
+    async def work(account: Account, stop: asyncio.Event) -> None:
+        account.awaited = "the broker"  # files are there
+        async with opened as parts:
+            await feed(parts, target, terms, account, stop)
+
+    return work
 
 
 async def _all(

@@ -1,18 +1,88 @@
-"""Fields of a message, as fields of a record: JSON is read, nested objects are reached into, and what nobody knows is noticed."""
+"""Messages of a source, the records of a run in them, and why the others are none."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
+
+from sottovoce.arrays import BoolArray
 from sottovoce.data.cells import normal
-from sottovoce.data.encoding import UNDECLARED
+from sottovoce.data.encoding import UNDECLARED, Encoded
 from sottovoce.data.header import misfit
+from sottovoce.data.live import LiveRecords
 from sottovoce.data.schema import Schema
 from sottovoce.errors import SpecError
 
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One record, as it came.
+
+    Attributes:
+        body: fields and their values, or the bytes of a JSON object.
+        position: where it stands in its part, 0 or above.
+    """
+
+    body: Mapping[str, Any] | bytes
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Message):
+    """What stands where a record should, and is none.
+
+    Attributes:
+        reason: why, in words that quote nothing of it.
+    """
+
+    reason: str
+
+
+Misfit = Callable[[Sequence[str]], str]
+"""Why names of columns are not those of a run's records; empty: they are."""
+
+
+class Part(Protocol):
+    """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
+
+    Attributes:
+        name: that tells it from the other parts of what is fed; the same whenever the same is fed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        """Messages, positions ascending, a few at a time, as they come; it ends where nothing more can come.
+
+        Args:
+            after: position of the last one that the learner has; -1: it has none in this run.
+
+        Raises:
+            Unavailable: the source is away for too long.
+            DataError: what was there is not there any more, or is another.
+        """
+        ...
+
+    async def keep(self, position: int) -> None:
+        """Everything up to a position is in the learner's keeping: the source may forget it."""
+        ...
+
+
+@runtime_checkable
+class Tabular(Protocol):
+    """A part whose messages all have the same fields, its columns: they are known before the first message."""
+
+    def held(self, misfit: Misfit) -> Self:
+        """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
+        ...
+
+
+NO_POSITION = "its position: not a whole number above the one before it"
 NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
 WITHOUT_SCHEMA = ("features", "label")
 """Fields of a record in a run without a schema: a list of numbers, and a number."""
@@ -135,6 +205,15 @@ class Fields:
             found |= dict.fromkeys(names, value)
 
 
+def whole_number(record: Mapping[str, Any], name: str) -> int | None:
+    """What a field says, as a number or its digits; None: it says no position."""
+    value = next((value for given, value in record.items() if normal(given) == name), None)
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
+        value = int(value)
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return value if fits else None
+
+
 def object_of(body: bytes) -> Mapping[str, Any]:
     """A JSON object.
 
@@ -166,3 +245,96 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise Unfit(TWICE)
     return found
+
+
+NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What came of some messages.
+
+    Attributes:
+        fitting: records that can be learned, and the positions of those; None: there is none.
+        refused: messages that cannot, each with a reason that quotes nothing of it.
+        again: how many came a second time, and are passed over.
+        last: the highest position so far.
+    """
+
+    fitting: tuple[Encoded, list[int]] | None
+    refused: Sequence[tuple[Message, str]]
+    again: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sieve:
+    """What a message must be in a run.
+
+    Attributes:
+        records: of the run.
+        fields: where they stand in a message.
+    """
+
+    records: LiveRecords
+    fields: Fields
+
+    def sift(self, messages: Sequence[Message], after: int) -> Sifted:
+        """Tell records from what is none.
+
+        Args:
+            messages: in their order.
+            after: the highest position so far; a message at or below it came before.
+        """
+        readable, found, refused, again = list[Message](), list[Mapping[str, Any]](), list[tuple[Message, str]](), 0
+        for message in messages:
+            if isinstance(message, Unreadable):
+                refused.append((message, message.reason))
+            elif message.position <= after:
+                again += 1
+            else:
+                try:
+                    found.append(self.fields.record(message.body))
+                    readable.append(message)
+                except Unfit as why:
+                    refused.append((message, str(why)))
+            after = max(after, message.position)
+        fitting = None
+        if found:
+            encoded, reasons = self.encode(found)
+            refused += [(readable[row], why) for row, why in reasons.items()]
+            if len(encoded.labels):
+                fits = [message.position for row, message in enumerate(readable) if row not in reasons]
+                fitting = (encoded, fits)
+        refused.sort(key=lambda each: each[0].position)
+        return Sifted(fitting, refused, again, after)
+
+    def encode(self, records: Sequence[Mapping[str, Any]]) -> tuple[Encoded, Mapping[int, str]]:
+        """Records by their fields, as they are learned, and why some are not, by their place among all."""
+        if self.records.encoder is not None:
+            encoded = self.records.encode(records)
+            return encoded, encoded.refused
+        width = self.records.data.features or 0
+        wellformed = np.array([_numbers(record, width) for record in records], dtype=bool)
+        rows = [record for record, fine in zip(records, wellformed, strict=True) if fine]
+        features = np.array([record["features"] for record in rows], dtype=np.float64).reshape(len(rows), width)
+        encoded = self.records.encode(features, [record["label"] for record in rows])
+        return encoded, _all_reasons(wellformed, encoded.refused)
+
+
+def _all_reasons(wellformed: BoolArray, refused: Mapping[int, str]) -> dict[int, str]:
+    """By place among all, where `refused` counts those that are well formed alone."""
+    reasons = dict.fromkeys(np.flatnonzero(~wellformed).tolist(), NO_NUMBERS)
+    places = np.flatnonzero(wellformed)
+    return dict(sorted((reasons | {int(places[row]): why for row, why in refused.items()}).items()))
+
+
+def _numbers(record: Mapping[str, Any], width: int) -> bool:
+    """Whether this is a record of a run without a schema."""
+    features, label = record.get("features"), record.get("label")
+    whole = isinstance(features, list) and len(features) == width and record.keys() == set(WITHOUT_SCHEMA)
+    return whole and all(map(_is_number, [*(features or ()), label]))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 10**300)
