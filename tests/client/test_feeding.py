@@ -26,7 +26,7 @@ from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Una
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.feeding.dead_letters import dead_letters
-from sottovoce_client.feeding.files import csv_files, jsonl_files
+from sottovoce_client.feeding.files import file_parts
 from sottovoce_client.feeding.progress import Account, Tally, _summary, conduct, facts_of, picture
 from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_over
 from sottovoce_client.feeding.records import Message, Part
@@ -182,8 +182,11 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
         with pytest.raises(SpecError, match="two are called 'a/told'"):
             await fed(up, Told(), Told(), source="a")
+        paths = [tmp_path / f"{n}.csv" for n in range(257)]
+        for each in paths:
+            each.touch()
         with pytest.raises(SpecError, match="at most 256 sources"):
-            await fed(up, *(csv_files([tmp_path / str(n)])[0] for n in range(257)))
+            await fed(up, *file_parts(paths))
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=Terms(maps=["weight=w"]))
         with dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
@@ -242,7 +245,7 @@ async def test_many_files_and_a_map(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     async with ann(tmp_path) as (up, learner):
         terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
-        parts = jsonl_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        parts = file_parts([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
         account = await fed(up, *parts, terms=terms, source="ward")
         assert {each.source: each.fed for each in account.tallies} == {"ward/a.jsonl": 30, "ward/b.jsonl": 30}
         assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
@@ -395,7 +398,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
         process.terminate()
         assert (await ended(process))[0] == 0
         assert (await learner.status()).records == wanted * 9 // 10 + 1
-        (part,) = csv_files([path])
+        (part,) = file_parts([path])
         messages = [message async for each in part.read(-1) for message in each]
         fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
         assert kept_positions(tmp_path / "journals", "ann", "a.csv") == fits

@@ -16,7 +16,7 @@ from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.data.encoding import UNDECLARED
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines, Numbered
+from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines
 from sottovoce_client.feeding.records import (
     NO_NUMBERS,
     NO_OBJECT,
@@ -25,6 +25,7 @@ from sottovoce_client.feeding.records import (
     TWICE,
     Fields,
     Message,
+    Numbered,
     Sieve,
     Unfit,
     Unreadable,
@@ -270,7 +271,7 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
 
 def test_positions_are_counted_on_or_said_by_a_field() -> None:
     counted = Numbered("", 6)
-    assert [counted.message(Cut(0, 0, b"", why)).position for why in ("", "no", "")] == [7, 8, 9]
+    assert [counted.message(b"", why).position for why in ("", "no", "")] == [7, 8, 9]
     said = Numbered("seq", 6)
     bodies = [
         b'{"seq": 3}',
@@ -282,7 +283,7 @@ def test_positions_are_counted_on_or_said_by_a_field() -> None:
         b'{"seq": 1e3}',
         b'{"seq": 10}',
     ]
-    found = [said.message(Cut(0, 0, body)) for body in bodies]
+    found = [said.message(body) for body in bodies]
     assert [each.position for each in found] == [3, 9, 9, 9, 9, 9, 9, 10]
     reasons = [each.reason if isinstance(each, Unreadable) else "" for each in found]
     assert reasons == ["", "", NO_POSITION, NO_POSITION, NO_POSITION, NO_OBJECT, NO_POSITION, ""]

@@ -170,7 +170,7 @@ WRONG = [
     (f"feed wards.csv --position at -l {NOBODY}", "--position must be left out: a source of csv does not have it"),
     (f"feed - --follow -l {NOBODY}", "--follow must be left out: a source of standard input does not have it"),
     (f"feed - --format parquet -l {NOBODY}", "--format of standard input must be csv or jsonl, got parquet"),
-    (f"feed - a.csv -l {NOBODY}", "SOURCE must be files, or one URL, or - alone, got - a.csv"),
+    (f"feed - a.csv -l {NOBODY}", "SOURCE must be files, or one URL, or - alone, got 2"),
     (f"feed ftp://host/a -l {NOBODY}", "must be one of http, https, kafka,"),
     (f"feed http://host:x -l {NOBODY}", "SOURCE must be HOST:PORT with a port from 0 to 65535, got 'host:x'"),
     (f"feed http://127.0.0.1:0 -l {NOBODY} --token-file nowhere", "nowhere"),

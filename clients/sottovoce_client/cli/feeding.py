@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,19 +27,27 @@ if TYPE_CHECKING:
     from sottovoce_client.feeding.broker import Feed, Source
     from sottovoce_client.feeding.progress import Work
     from sottovoce_client.feeding.pump import Target, Terms
+    from sottovoce_client.feeding.records import Part
 
-_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_FILES, _BROKER = ("--format", "--dead-letters"), ("--dead-letters", "--broker-patience", "--user", "--password-file")
 _OWN_OPTIONS = {
-    "csv": ("--format", "--delimiter", "--follow", "--dead-letters"),
-    "jsonl": ("--format", "--follow", "--dead-letters"),
-    "parquet": ("--format", "--dead-letters"),
-    "-": ("--format", "--delimiter", "--position", "--dead-letters"),
-    "http": ("--position", "--token-file", "--tls-cert", "--tls-key"),
-    "broker": (
-        *("--dead-letters", "--broker-patience", "--user", "--password-file", "--tls-ca", "--tls-cert", "--tls-key"),
-    ),
+    "csv": (*_FILES, "--delimiter", "--follow"),
+    "jsonl": (*_FILES, "--follow"),
+    "parquet": _FILES,
+    "standard input": (*_FILES, "--delimiter", "--position"),
+    "HTTP": ("--token-file", "--tls-cert", "--tls-key"),
+    "broker": (*_BROKER, "--tls-ca", "--tls-cert", "--tls-key"),
 }
-"""Options that only some sources have, by the kind of source."""
+"""Options that only some sources have, by the kind of source. `--position` is one of those of some feeds, too."""
+_SOME_OPTIONS = frozenset(option for options in _OWN_OPTIONS.values() for option in options)
+
+
+def _file(help_: str, default: str | bool = False) -> Any:
+    return typer.Option(metavar="FILE", help=help_, show_default=default)
+
+
+def _patience(help_: str) -> Any:
+    return real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help=help_)
 
 
 def _feeds() -> list[Feed]:
@@ -58,11 +66,19 @@ def _feed_of(scheme: str, what: str) -> Feed:
     return known[scheme.lower()]
 
 
+def _options_of(kind: str, feed: Feed | None) -> list[str]:
+    """Options that a source has beside those of all."""
+    return [*_OWN_OPTIONS[kind], *(("--position",) if feed is not None and feed.has_positions else ())]
+
+
+def _kind_of(feed: Feed) -> str:
+    return "HTTP" if feed.connect is None else "broker"
+
+
 def _help_for(scheme: str | None) -> None:
     if scheme is not None:
         feed = _feed_of(scheme, "--help-for")
-        kind, position = "broker" if feed.connect else "http", ("--position",) * feed.has_positions
-        options = ", ".join(dict.fromkeys((*_OWN_OPTIONS[kind], *position)))
+        options = ", ".join(_options_of(_kind_of(feed), feed))
         print(f"{feed.help_text()}\n\nOptions that this source has beside those of all: {options}")
         raise typer.Exit
 
@@ -145,24 +161,12 @@ def feed(
     ] = False,
     dead_letters: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File for messages that are no records, as JSON lines. Not of HTTP, which answers its client.",
-            show_default="dropped, and counted",
+        _file(
+            "Messages that are no records, as JSON lines. HTTP answers its client in its place.", "dropped, and counted"
         ),
     ] = None,
-    patience: Annotated[
-        float,
-        real(
-            least=0.0,
-            most=MOST_SECONDS,
-            metavar="SECONDS",
-            help="How long the learner may be away, or between two runs.",
-        ),
-    ] = 60.0,
-    broker_patience: Annotated[
-        float, real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help="How long the broker may be away.")
-    ] = 60.0,
+    patience: Annotated[float, _patience("How long the learner may be away, or between two runs.")] = 60.0,
+    broker_patience: Annotated[float, _patience("How long the broker may be away.")] = 60.0,
     user: Annotated[
         str,
         typer.Option(
@@ -171,30 +175,13 @@ def feed(
             show_default="none",
         ),
     ] = "",
-    password_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the user's password.", show_default=False)
-    ] = None,
+    password_file: Annotated[Path | None, _file("The user's password.")] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the bearer token that every HTTP request must have.",
-            show_default="this machine's user alone",
-        ),
+        Path | None, _file("Bearer token that every HTTP request must have.", "this machine's user alone")
     ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Authorities that are believed of a broker.", show_default="those of this machine"
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="PEM certificate, shown to the broker or HTTP's clients.", show_default=False
-        ),
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.", show_default=False)] = None,
+    tls_ca: Annotated[Path | None, _file("Authorities that are believed of a broker.", "this machine's")] = None,
+    tls_cert: Annotated[Path | None, _file("PEM certificate, shown to the broker or HTTP's clients.")] = None,
+    tls_key: Annotated[Path | None, _file("Its key.")] = None,
     name: Annotated[
         str, typer.Option(help="Name of the learner: another one at the address is refused.", show_default="any")
     ] = "",
@@ -206,111 +193,59 @@ def feed(
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
     from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, secret_in
+    from sottovoce_client.feeding.files import file_parts, format_of, standard_input
     from sottovoce_client.feeding.progress import conduct
     from sottovoce_client.feeding.pump import Target, Terms, feeding
 
-    scheme = _scheme_of(sources)
+    first = sources[0]
+    scheme = next((each.partition("://")[0] for each in sources if "://" in each.partition("?")[0]), "")
+    if len(sources) > 1 and (scheme or "-" in sources):
+        raise SpecError(f"SOURCE must be files, or one URL, or - alone, got {len(sources)}: start a feeder for each")
     url_feed = _feed_of(scheme, "SOURCE: the scheme of a URL") if scheme else None
-    is_http = url_feed is not None and url_feed.connect is None
-    kind = _format_of(sources, format_) if url_feed is None else "http" if is_http else "broker"
-    own_kind = "-" if sources == ["-"] else kind
-    _require_fitting(context, own_kind, url_feed)
+    kind = (
+        _kind_of(url_feed)
+        if url_feed is not None
+        else "standard input"
+        if first == "-"
+        else format_of(sources, format_)
+    )
+    _require_fitting(context, _options_of(kind, url_feed), kind if url_feed is None else url_feed.name)
+    prefix = "" if kind == "standard input" else source or ("http" if kind == "HTTP" else "")
+    in_the_clear = insecure and (kind != "HTTP" or identity is None)
+    target = Target(learner, prefix, name, identity, in_the_clear, patience, allow_imports)
     terms = Terms(tuple(map_ or ()), ignore_unknown, position, dead_letters)
+    work: Work
+    parts: Sequence[Part]
     if url_feed is None:
-        default = "stdin" if own_kind == "-" else ""
-        prefix = "" if own_kind == "-" else source
-        target = Target(learner, prefix, name, identity, insecure, patience, allow_imports)
-        work = _file_work(sources, kind, delimiter, follow, source or default, target, terms)
-    elif is_http:
-        target = Target(
-            learner, source or "http", name, identity, insecure and identity is None, patience, allow_imports
-        )
-        work = _http_work(url_feed.source(sources[0]), target, terms, token_file, tls_cert, tls_key, insecure)
+        if kind == "standard input":
+            parts = [standard_input(source or "stdin", format_ or "jsonl", delimiter, position)]
+        else:
+            parts = file_parts(
+                [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, apart=dead_letters
+            )
+        work = feeding(nullcontext(parts), target, terms)
+    elif kind == "HTTP":
+        work = _http_work(url_feed.source(first), target, terms, token_file, tls_cert, tls_key, insecure)
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else secret_in(password_file)
-        at = url_feed.source(
-            sources[0],
-            access=Access(user, password, tls_ca, tls_cert, tls_key),
-            default_group=name or learner,
-            position=position,
-            patience_s=broker_patience,
-        )
-        target = Target(learner, source, name, identity, insecure, patience, allow_imports)
-        work = feeding(opened(at), target, terms)
+        access = Access(user, password, tls_ca, tls_cert, tls_key)
+        own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
+        work = feeding(opened(url_feed.source(first, **own)), target, terms)
     raise typer.Exit(conduct(work, log_level))
 
 
-def _scheme_of(sources: Sequence[str]) -> str:
-    """The scheme of the URL; empty: the sources are files, or standard input.
-
-    Raises:
-        SpecError: there are several sources, and not all are files.
-    """
-    urls = [each for each in sources if "://" in each.partition("?")[0]]
-    if len(sources) > 1 and (urls or "-" in sources):
-        raise SpecError(
-            f"SOURCE must be files, or one URL, or - alone, got {' '.join(sources)}: start a feeder for each"
-        )
-    return urls[0].partition("://")[0] if urls else ""
-
-
-def _format_of(sources: Sequence[str], given: str | None) -> str:
-    """The format of files.
-
-    Raises:
-        SpecError: their endings do not say it, or say several.
-    """
-    if sources == ["-"]:
-        if given == "parquet":
-            raise SpecError("--format of standard input must be csv or jsonl, got parquet: write it to a file first")
-        return given or "jsonl"
-    found = {given or _FORMATS.get(Path(each).suffix.lower(), "") for each in sources}
-    if "" in found:
-        unknown = next(each for each in sources if Path(each).suffix.lower() not in _FORMATS)
-        raise SpecError(f"SOURCE must end in one of {', '.join(_FORMATS)}, got {unknown!r}: say its format by --format")
-    if len(found) > 1:
-        raise SpecError(
-            f"SOURCE must be files of one format, got {' and '.join(sorted(found))}: start a feeder for each"
-        )
-    return found.pop()
-
-
-def _require_fitting(context: typer.Context, kind: str, url_feed: Feed | None) -> None:
+def _require_fitting(context: typer.Context, own: Collection[str], called: str) -> None:
     """Refuse options that were given on the command line and that the kind of source does not have.
 
     Raises:
         SpecError: there is one.
     """
-    own = {*_OWN_OPTIONS[kind], *(("--position",) if url_feed is not None and url_feed.has_positions else ())}
-    some = {option for options in _OWN_OPTIONS.values() for option in options}
     for parameter in context.command.params:
-        option = parameter.opts[0]
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and option in some - own:
-            called = "standard input" if kind == "-" else url_feed.name if url_feed is not None else kind
+        option, given = parameter.opts[0], context.get_parameter_source(parameter.name or "")
+        if given is not None and given.name == "COMMANDLINE" and option in _SOME_OPTIONS - {*own}:
             raise SpecError(
-                f"{option} must be left out: a source of {called} does not have it. It has {', '.join(sorted(own))}"
+                f"{option} must be left out: a source of {called} does not have it. It has {', '.join(own)}"
             )
-
-
-def _file_work(
-    sources: Sequence[str], kind: str, delimiter: str, follow: bool, name: str, target: Target, terms: Terms
-) -> Work:
-    """Feeding files, or standard input."""
-    from sottovoce_client.feeding.files import csv_files, jsonl_files, parquet_files, require_files
-    from sottovoce_client.feeding.forms import Csv, JsonLines, StandardInput
-    from sottovoce_client.feeding.pump import feeding
-
-    if list(sources) == ["-"]:
-        form = Csv(delimiter) if kind == "csv" else JsonLines()
-        return feeding(nullcontext([StandardInput(name, form, terms.position)]), target, terms)
-    paths = [Path(each) for each in sources]
-    require_files(paths, terms.dead_letters)
-    if kind == "csv":
-        parts = csv_files(paths, delimiter=delimiter, follow=follow)
-    else:
-        parts = jsonl_files(paths, follow=follow) if kind == "jsonl" else parquet_files(paths)
-    return feeding(nullcontext(parts), target, terms)
 
 
 def _http_work(

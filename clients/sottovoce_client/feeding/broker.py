@@ -187,9 +187,8 @@ class Feed:
     def _place(self, scheme: str, host: str) -> tuple[str, int]:
         if self.connect is not None:
             return place_of_url(f"{scheme}://{host}", self.schemes, "SOURCE")[1:]
-        return place_of(
-            host if re.search(r":[^\]]*$", host) else f"{host}:{self.schemes[scheme]}", "SOURCE", listen=True
-        )
+        port = "" if re.search(r":[^\]]*$", host) else f":{self.schemes[scheme.lower()]}"
+        return place_of(f"{host}{port}", "SOURCE", listen=True)
 
     def _values(self, query: str, url: str) -> dict[str, Any]:
         """All settings, by a query and the defaults."""

@@ -14,11 +14,13 @@ from typing import Any, BinaryIO, TypeVar
 from sottovoce.data.cells import normal
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, anything
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, StandardInput, anything
 from sottovoce_client.feeding.records import Message, Misfit, Part, Unreadable
 
 T = TypeVar("T")
 
+FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+"""Formats of files by their endings."""
 _AT_ONCE, _MESSAGES = 256 * 1024, 1_024
 """Bytes that are read, and messages that are handed on, at once."""
 _LOOK_S = 0.25
@@ -63,29 +65,6 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} is a folder: name the files in it")
     if not path.is_file():
         raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed -`")
-
-
-def require_files(paths: Sequence[Path], dead_letters: Path | None = None) -> None:
-    """`require_file` of all of them, before a learner is asked.
-
-    Args:
-        paths: of files that are fed.
-        dead_letters: the file that takes what is no record; None: none does.
-
-    Raises:
-        DataError: some are none, each of which is told.
-        SpecError: one of them would take what is no record.
-    """
-    wrong = list[str]()
-    for path in paths:
-        try:
-            require_file(path)
-        except DataError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise DataError("\n".join(wrong))
-    if dead_letters is not None and dead_letters.exists() and any(map(dead_letters.samefile, paths)):
-        raise SpecError(f"--dead-letters must be another file than those that are fed, got {dead_letters}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,26 +248,6 @@ class _Reading:
             )
 
 
-def csv_files(paths: Sequence[Path], *, delimiter: str = ",", follow: bool = False) -> list[Part]:
-    """CSV files with a header, in UTF-8.
-
-    Args:
-        paths: each with a name of its own, for that is its source's.
-        delimiter: between values.
-        follow: wait for more at a file's end, and for the end of half a line; else half a line is one.
-
-    Raises:
-        DataError: no such delimiter.
-    """
-    form = Csv(delimiter)
-    return [LinesOfFile(path, form, follow) for path in paths]
-
-
-def jsonl_files(paths: Sequence[Path], *, follow: bool = False) -> list[Part]:
-    """Files with a JSON object on each line; as `csv_files`."""
-    return [LinesOfFile(path, JsonLines(), follow) for path in paths]
-
-
 _ROWS = 1_024
 _ENDS = (b"PAR1", b"PARE")
 """Of a file, and of one whose footer is encrypted."""
@@ -376,14 +335,61 @@ def _groups_from(metadata: Any, row: int) -> tuple[int, list[int]]:
     return begin, []
 
 
-def parquet_files(paths: Sequence[Path]) -> list[Part]:
-    """Parquet files; memory holds a row group's page at a time.
-
-    Args:
-        paths: each with a name of its own, for that is its source's.
+def format_of(paths: Sequence[str], given: str | None = None) -> str:
+    """The format of files, by their endings or as it was given.
 
     Raises:
-        SpecError: pyarrow is not installed.
+        SpecError: an ending does not say it, or they differ.
     """
-    parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
-    return [RowsOfFile(path, parquet) for path in paths]
+    found = {each: given or FORMATS.get(Path(each).suffix.lower(), "") for each in paths}
+    if unknown := [each for each, kind in found.items() if not kind]:
+        raise SpecError(
+            f"SOURCE must end in one of {', '.join(FORMATS)}, got {unknown[0]!r}: say its format by --format"
+        )
+    if len(kinds := sorted(set(found.values()))) > 1:
+        raise SpecError(f"SOURCE must be files of one format, got {' and '.join(kinds)}: start a feeder for each")
+    return kinds[0]
+
+
+def file_parts(
+    paths: Sequence[Path], kind: str = "", *, delimiter: str = ",", follow: bool = False, apart: Path | None = None
+) -> list[Part]:
+    """Files, each a part by its name. Of Parquet, memory holds a row group's page at a time.
+
+    Args:
+        paths: each with a name of its own.
+        kind: their format, `csv` (with a header, in UTF-8), `jsonl` or `parquet`; empty: as they end.
+        delimiter: between values of CSV.
+        follow: wait for more at the end of lines, and for the end of half a line; else half a line is one.
+        apart: file that must be none of them; None: there is none.
+
+    Raises:
+        DataError: some are no files, each of which is named; or there is no such delimiter.
+        SpecError: one of them is `apart`, or pyarrow is not installed.
+    """
+    wrong = list[str]()
+    for path in paths:
+        try:
+            require_file(path)
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise DataError("\n".join(wrong))
+    if apart is not None and apart.exists() and any(map(apart.samefile, paths)):
+        raise SpecError(f"--dead-letters must be another file than those that are fed, got {apart}")
+    if (kind := kind or format_of([str(path) for path in paths])) == "parquet":
+        parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
+        return [RowsOfFile(path, parquet) for path in paths]
+    form = Csv(delimiter) if kind == "csv" else JsonLines()
+    return [LinesOfFile(path, form, follow) for path in paths]
+
+
+def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> StandardInput:
+    """Standard input, as CSV or JSON lines.
+
+    Raises:
+        SpecError: it has another format.
+    """
+    if kind not in ("csv", "jsonl"):
+        raise SpecError(f"--format of standard input must be csv or jsonl, got {kind}: write it to a file first")
+    return StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)

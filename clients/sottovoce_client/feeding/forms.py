@@ -16,16 +16,7 @@ from sottovoce.data.cells import normal
 from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError
 from sottovoce.yaml_files import format_of
-from sottovoce_client.feeding.records import (
-    NO_POSITION,
-    NOT_UTF8,
-    Message,
-    Misfit,
-    Unfit,
-    Unreadable,
-    object_of,
-    whole_number,
-)
+from sottovoce_client.feeding.records import NOT_UTF8, Message, Misfit, Numbered
 
 LONGEST = 1024 * 1024
 """Bytes of a record at most."""
@@ -272,44 +263,10 @@ class StandardInput:
                 rest, headed = rest[used:], True
             found, used = self.form.cut(rest, whole=ended)
             if found:
-                yield [numbered.message(each) for each in found]
+                yield [numbered.message(each.body, each.reason) for each in found]
             rest = rest[used:]
             if len(rest) > 2 * LONGEST:
                 raise DataError(f"a line of standard input has no end within {2 * LONGEST:,} bytes: these are no lines")
-
-
-@dataclass(slots=True)
-class Numbered:
-    """Positions of messages that come in a stream.
-
-    Attributes:
-        position: field that says it; empty: they are counted on.
-        last: the highest so far; where they are counted on, it begins with what the learner has.
-    """
-
-    position: str
-    last: int
-
-    def __post_init__(self) -> None:
-        self.position = normal(self.position)
-        self.last = -1 if self.position else self.last
-
-    def message(self, cut: Cut) -> Message:
-        """What was cut, with its position. One whose field says none is no record, and stands where the one before it does."""
-        if not self.position:
-            self.last += 1
-            return Unreadable(cut.body, self.last, cut.reason) if cut.reason else Message(cut.body, self.last)
-        if cut.reason:
-            return Unreadable(cut.body, self.last, cut.reason)
-        try:
-            body = object_of(cut.body) if isinstance(cut.body, bytes) else cut.body
-        except Unfit as why:
-            return Unreadable(cut.body, self.last, str(why))
-        said = whole_number(body, self.position)
-        if said is None or said <= self.last:
-            return Unreadable(cut.body, self.last, NO_POSITION)
-        self.last = said
-        return Message(body, said)
 
 
 def _reader(file: BinaryIO) -> Callable[[], Awaitable[bytes]]:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-from sottovoce.data.cells import normal
 from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Source
-from sottovoce_client.feeding.records import NO_POSITION, Message, Unfit, Unreadable, object_of, whole_number
+from sottovoce_client.feeding.records import Message, Numbered
 
 EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
@@ -197,16 +196,15 @@ class _Session(BrokerPart):
 
     def __init__(self, link: _Link, name: str, *, present: bool) -> None:
         super().__init__(link, name, f"session {name}")
-        self._field, self._noted = normal(link.at.position), link.noted
+        self._numbered, self._noted = Numbered(link.at.position, -1, rising=False), link.noted
         self._present: bool | None = present
-        self._last = self._kept = -1
         self._open = dict[int, int]()
         """Positions of messages that are not acknowledged, by packet identifier."""
         self._here = set[int]()
         """Identifiers that came on this connection: only these may be acknowledged on it."""
 
     async def _begin(self, after: int) -> int:
-        self._last = self._kept = after
+        self._numbered.last = after
         self._noted.begin(after)
         return after
 
@@ -226,7 +224,6 @@ class _Session(BrokerPart):
                 yield messages
 
     async def _commit(self, position: int) -> None:
-        self._kept = max(self._kept, position)
         self._noted.keep(position)
         for mid in [mid for mid, at in self._open.items() if at <= position]:
             del self._open[mid]
@@ -268,26 +265,12 @@ class _Session(BrokerPart):
                 if each.mid not in self._open:
                     self._link.acknowledge(each.mid)
                 continue
-            message = self._message(each.payload)
+            message = self._numbered.message(each.payload, "" if each.payload else EMPTY)
             if each.qos:
                 self._open[each.mid] = message.position
                 self._noted.note(each.mid, digest, message.position)
             found.append(message)
         return found
-
-    def _message(self, body: bytes) -> Message:
-        """With its position, that its field says, or the next one."""
-        if not self._field:
-            self._last += 1
-            return Message(body, self._last) if body else Unreadable(b"", self._last, EMPTY)
-        try:
-            said = whole_number(object_of(body), self._field)
-        except Unfit as why:
-            return Unreadable(body, self._last, str(why))
-        if said is None:
-            return Unreadable(body, self._last, NO_POSITION)
-        self._last = max(self._last, said)
-        return Message(body, said)
 
 
 # ---- messages that the broker may send again ---------------------------------------------------------------------------
@@ -417,7 +400,7 @@ class Unacknowledged:
                 if not isinstance(error, BlockingIOError):
                     raise
                 raise NotReady(
-                    f"another feeder has {self._path}: each needs a --client and a --state of its own"
+                    f"another feeder has {self._path}: each needs a ?client= and a ?state= of its own"
                 ) from None
             self._lock = lock
 

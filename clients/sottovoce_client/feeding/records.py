@@ -214,6 +214,46 @@ def whole_number(record: Mapping[str, Any], name: str) -> int | None:
     return value if fits else None
 
 
+@dataclass(slots=True)
+class Numbered:
+    """Positions of messages that come in a stream.
+
+    Attributes:
+        field: that has the position; empty: positions are counted on.
+        last: the highest so far; where they are counted on, it begins with the learner's.
+        rising: whether a position at or below the last one is refused.
+    """
+
+    field: str
+    last: int
+    rising: bool = True
+
+    def __post_init__(self) -> None:
+        self.field = normal(self.field)
+        self.last = -1 if self.field and self.rising else self.last
+
+    def message(self, body: Mapping[str, Any] | bytes, reason: str = "") -> Message:
+        """A message with its position. One whose field has none is no record, and stands where the one before it does.
+
+        Args:
+            body: of the message.
+            reason: why it cannot be read; empty: it can.
+        """
+        if not self.field:
+            self.last += 1
+            return Unreadable(body, self.last, reason) if reason else Message(body, self.last)
+        position = None
+        if not reason:
+            try:
+                position = whole_number(object_of(body) if isinstance(body, bytes) else body, self.field)
+            except Unfit as why:
+                reason = str(why)
+        if position is None or (self.rising and position <= self.last):
+            return Unreadable(body, self.last, reason or NO_POSITION)
+        self.last = max(self.last, position)
+        return Message(body, position)
+
+
 def object_of(body: bytes) -> Mapping[str, Any]:
     """A JSON object.
 
