@@ -442,9 +442,10 @@ async def opened(source: Source) -> AsyncIterator[list[Part]]:
     link = source.feed.connect(source)
     patience, parts = Patience(link.what, source.patience_s), list[BrokerPart]()
     try:
-        while not parts:
+        while True:
             try:
                 parts = await link.start()
+                break
             except link.away as error:
                 await patience.away(link.why(error))
         yield list(parts)

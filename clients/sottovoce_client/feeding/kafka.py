@@ -150,7 +150,7 @@ class _Partition(BrokerPart):
         if begin == "committed" and committed is not None:
             return int(committed) - 1
         after = (end if begin == "new" else oldest) - 1
-        await self._commit(after)
+        await self._put(after)
         return after
 
     async def _bounds(self) -> tuple[int, int]:
@@ -161,9 +161,12 @@ class _Partition(BrokerPart):
 
     async def _commit(self, position: int) -> None:
         try:
-            await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
+            await self._put(position)
         except (self._link.errors.CommitFailedError, self._link.errors.UnknownMemberIdError):
             raise NotReady("the consumer group has other members: a feeder needs a ?group= of its own") from None
+
+    async def _put(self, position: int) -> None:
+        await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
 
     async def _look(self, after: int) -> int:
         """Offset behind which something can be read, in a partition that is the one it was.

@@ -312,7 +312,7 @@ class Unacknowledged:
         try:
             self._locked()
             if self._path is not None and self._path.exists():
-                kept = max(after, self._read(self._path.read_text(encoding="utf-8")))
+                kept = max(after, self._read(self._path.read_bytes()))
             self._known = {mid: (digest, -1) for mid, (digest, at) in self._known.items() if at <= kept}
             self._write_anew()
         except OSError as error:
@@ -369,11 +369,11 @@ class Unacknowledged:
             self._file.write(json.dumps(entry) + "\n")
             self._lines += 1
 
-    def _read(self, text: str) -> int:
+    def _read(self, content: bytes) -> int:
         """What is known; returns the position up to which it was kept."""
         kept = -1
         try:
-            header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            header, *lines = [json.loads(line) for line in content.decode().splitlines(keepends=True) if line.endswith("\n")]
             if header["client"] != self._client:
                 raise DataError(f"{self._path} is of client {header['client']!r}, and this is {self._client!r}")
             self._key = str(header["key"])
