@@ -71,8 +71,13 @@ def _options_of(kind: str, feed: Feed | None) -> list[str]:
     return [*_OWN_OPTIONS[kind], *(("--position",) if feed is not None and feed.has_positions else ())]
 
 
-def _kind_of(feed: Feed) -> str:
-    return "HTTP" if feed.connect is None else "broker"
+def _kind_of(feed: Feed | None, sources: Sequence[str] = (), given: str | None = None) -> str:
+    """The kind of a source, as of `_OWN_OPTIONS`."""
+    if feed is not None:
+        return "HTTP" if feed.connect is None else "broker"
+    from sottovoce_client.feeding.files import format_of
+
+    return "standard input" if "-" in sources else format_of(sources, given)
 
 
 def _help_for(scheme: str | None) -> None:
@@ -193,7 +198,7 @@ def feed(
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
     from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, secret_in
-    from sottovoce_client.feeding.files import file_parts, format_of, standard_input
+    from sottovoce_client.feeding.files import file_parts, standard_input
     from sottovoce_client.feeding.progress import conduct
     from sottovoce_client.feeding.pump import Target, Terms, feeding
 
@@ -202,13 +207,7 @@ def feed(
     if len(sources) > 1 and (scheme or "-" in sources):
         raise SpecError(f"SOURCE must be files, or one URL, or - alone, got {len(sources)}: start a feeder for each")
     url_feed = _feed_of(scheme, "SOURCE: the scheme of a URL") if scheme else None
-    kind = (
-        _kind_of(url_feed)
-        if url_feed is not None
-        else "standard input"
-        if first == "-"
-        else format_of(sources, format_)
-    )
+    kind = _kind_of(url_feed, sources, format_)
     _require_fitting(context, _options_of(kind, url_feed), kind if url_feed is None else url_feed.name)
     prefix = "" if kind == "standard input" else source or ("http" if kind == "HTTP" else "")
     in_the_clear = insecure and (kind != "HTTP" or identity is None)

@@ -377,8 +377,8 @@ class BrokerPart(ABC):
 
     def __init__(self, link: Any, name: str, what: str) -> None:
         self._link, self.name, self._what = link, name, what
-        self._patience = Patience(link.what, link.at.patience_s)
-        self._gone = Gone(what)
+        self._patience = _Patience(link.what, link.at.patience_s)
+        self._gone = _Gone(what)
         self._due: int | None = None
         """A position that the broker should keep, and does not yet."""
 
@@ -440,7 +440,7 @@ async def opened(source: Source) -> AsyncIterator[list[Part]]:
     """
     assert source.feed.connect is not None  # noqa: S101 - it is a broker's
     link = source.feed.connect(source)
-    patience, parts = Patience(link.what, source.patience_s), list[BrokerPart]()
+    patience, parts = _Patience(link.what, source.patience_s), list[BrokerPart]()
     try:
         while True:
             try:
@@ -455,7 +455,7 @@ async def opened(source: Source) -> AsyncIterator[list[Part]]:
         await link.close()
 
 
-class Patience:
+class _Patience:
     """How long a broker may be away. Its absence, its return and the subscription are logged once each time.
 
     Args:
@@ -501,7 +501,7 @@ class Patience:
         self._pause = min(2 * self._pause, _MAX_PAUSE_S)
 
 
-class Gone:
+class _Gone:
     """Number of messages that a source no longer had when they were due; it is logged whenever it has doubled.
 
     Args:

@@ -27,9 +27,12 @@ _LOOK_S = 0.25
 _CONTEXT = 1_024
 """Bytes before a record that tell its file from others."""
 _CHECK_BITS = 16
+_ROWS = 1_024
+_ENDS = (b"PAR1", b"PARE")
+"""Of a file, and of one whose footer is encrypted."""
 
 
-def position_of(place: int, check: int) -> int:
+def _position_of(place: int, check: int) -> int:
     """A position that rises with a place in a file, and says by what stands there which file it is.
 
     Args:
@@ -44,7 +47,7 @@ def place_of(position: int) -> int:
     return position >> _CHECK_BITS
 
 
-async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Work on a file in a thread, which has ended when this does, however it does: only then the file may be closed."""
     working = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
     try:
@@ -53,7 +56,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
         await asyncio.wait([working])
 
 
-def require_file(path: Path) -> None:
+def _require_file(path: Path) -> None:
     """Refuse what is no file: opening a pipe would wait for ever.
 
     Raises:
@@ -68,7 +71,7 @@ def require_file(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LinesOfFile:
+class _LinesOfFile:
     """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
 
     Attributes:
@@ -83,7 +86,7 @@ class LinesOfFile:
     follow: bool
     misfit: Misfit = anything
 
-    def held(self, misfit: Misfit) -> LinesOfFile:
+    def held(self, misfit: Misfit) -> _LinesOfFile:
         return replace(self, misfit=misfit)
 
     @property
@@ -95,7 +98,7 @@ class LinesOfFile:
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
         try:
-            require_file(self.path)
+            _require_file(self.path)
             file = self.path.open("rb")
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from None
@@ -109,7 +112,7 @@ class LinesOfFile:
 class _Reading:
     """A file from some place on, to its end or for ever."""
 
-    def __init__(self, of: LinesOfFile, file: BinaryIO, form: Form) -> None:
+    def __init__(self, of: _LinesOfFile, file: BinaryIO, form: Form) -> None:
         self._of, self._file, self._form = of, file, form
         self._at, self._rest, self._before = (
             0,
@@ -182,7 +185,7 @@ class _Reading:
         """Of a record; a stretch begins with what stands before the rest."""
         begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
         check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
-        return position_of(self._at + cut.begin, check)
+        return _position_of(self._at + cut.begin, check)
 
     def _use(self, used: int) -> None:
         """So many bytes of the rest are done with."""
@@ -208,7 +211,7 @@ class _Reading:
             )
         if self._of.follow:
             self._require_same()
-        stretch = await in_thread(self._file.read, _AT_ONCE)
+        stretch = await _in_thread(self._file.read, _AT_ONCE)
         if stretch:
             self._rest += stretch
         elif not self._of.follow:
@@ -248,13 +251,8 @@ class _Reading:
             )
 
 
-_ROWS = 1_024
-_ENDS = (b"PAR1", b"PARE")
-"""Of a file, and of one whose footer is encrypted."""
-
-
 @dataclass(frozen=True, slots=True)
-class RowsOfFile:
+class _RowsOfFile:
     """A Parquet file. A position is the number of a row, and a checksum of the file's footer.
 
     Attributes:
@@ -267,7 +265,7 @@ class RowsOfFile:
     parquet: Any
     misfit: Misfit = anything
 
-    def held(self, misfit: Misfit) -> RowsOfFile:
+    def held(self, misfit: Misfit) -> _RowsOfFile:
         return replace(self, misfit=misfit)
 
     @property
@@ -278,21 +276,21 @@ class RowsOfFile:
         """The file stays as it is."""
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        require_file(self.path)
+        _require_file(self.path)
         try:
-            if (check := await in_thread(self._check)) is None:
+            if (check := await _in_thread(self._check)) is None:
                 raise DataError(
                     f"{self.path} must be a Parquet file, which ends in PAR1, got one that does not: "
                     "--format csv or jsonl takes the others"
                 )
-            file = await in_thread(self.parquet.ParquetFile, self.path)
+            file = await _in_thread(self.parquet.ParquetFile, self.path)
         except (OSError, ValueError) as error:  # its own errors are ValueErrors, and quote no values
             raise DataError(f"cannot read {self.path} as Parquet: {type(error).__name__}") from None
         with file:
             if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
                 raise DataError(f"{self.path} {why}")
             row = -1 if after < 0 else place_of(after)
-            if after >= 0 and (position_of(row, check) != after or row >= file.metadata.num_rows):
+            if after >= 0 and (_position_of(row, check) != after or row >= file.metadata.num_rows):
                 raise DataError(
                     f"{self.path} is not the file whose records were fed up to row {row}. Put the old one back, or feed this "
                     "one under another --source, and all of it is learned"
@@ -300,11 +298,11 @@ class RowsOfFile:
             first, groups = _groups_from(file.metadata, row + 1)
             batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, use_threads=False) if groups else iter(())
             try:
-                while (batch := await in_thread(next, batches, None)) is not None:
-                    records = await in_thread(batch.to_pylist)
+                while (batch := await _in_thread(next, batches, None)) is not None:
+                    records = await _in_thread(batch.to_pylist)
                     numbered = enumerate(records, first)
                     first += len(records)
-                    found = [Message(record, position_of(at, check)) for at, record in numbered if at > row]
+                    found = [Message(record, _position_of(at, check)) for at, record in numbered if at > row]
                     if found:
                         yield found
             except (OSError, ValueError) as error:
@@ -370,7 +368,7 @@ def file_parts(
     wrong = list[str]()
     for path in paths:
         try:
-            require_file(path)
+            _require_file(path)
         except DataError as error:
             wrong.append(str(error))
     if wrong:
@@ -379,9 +377,9 @@ def file_parts(
         raise SpecError(f"--dead-letters must be another file than those that are fed, got {apart}")
     if (kind := kind or format_of([str(path) for path in paths])) == "parquet":
         parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
-        return [RowsOfFile(path, parquet) for path in paths]
+        return [_RowsOfFile(path, parquet) for path in paths]
     form = Csv(delimiter) if kind == "csv" else JsonLines()
-    return [LinesOfFile(path, form, follow) for path in paths]
+    return [_LinesOfFile(path, form, follow) for path in paths]
 
 
 def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> StandardInput:

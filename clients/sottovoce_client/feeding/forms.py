@@ -25,6 +25,8 @@ _DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
 """Those that are usual, as a shell takes them."""
 _MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
+_AT_ONCE = 64 * 1024
+"""Bytes of standard input that are read at once."""
 
 
 def anything(names: Sequence[str]) -> str:
@@ -214,9 +216,6 @@ class Csv:
         except csv.Error:
             return None if record.count(b'"') % 2 else ODD_QUOTES
         return rows[0] if rows else []
-
-
-_AT_ONCE = 64 * 1024
 
 
 @dataclass(slots=True)

@@ -28,6 +28,8 @@ _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
 _TAKEN_OVER = 0x8E
 _CLOSED = "the connection was closed"
+_MAX_LINES = 4 * 65_536
+"""Maximum number of lines of a state file before it is written anew."""
 
 
 def drive(connection: Any) -> None:
@@ -276,9 +278,6 @@ class _Session(BrokerPart):
 # ---- messages that the broker may send again ---------------------------------------------------------------------------
 
 
-_MOST_LINES = 4 * 65_536
-
-
 def _usual_place(client: str) -> Path:
     """File of a session, in this user's folder for what outlasts a process."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "sottovoce")
@@ -350,7 +349,7 @@ class Unacknowledged:
     async def flush(self) -> None:
         """What was noted outlasts a loss of power."""
         if self._file is not None:
-            if self._lines > _MOST_LINES:
+            if self._lines > _MAX_LINES:
                 self._write_anew()
             self._file.flush()
             await asyncio.to_thread(os.fsync, self._file.fileno())
@@ -373,7 +372,9 @@ class Unacknowledged:
         """What is known; returns the position up to which it was kept."""
         kept = -1
         try:
-            header, *lines = [json.loads(line) for line in content.decode().splitlines(keepends=True) if line.endswith("\n")]
+            header, *lines = [
+                json.loads(line) for line in content.decode().splitlines(keepends=True) if line.endswith("\n")
+            ]
             if header["client"] != self._client:
                 raise DataError(f"{self._path} is of client {header['client']!r}, and this is {self._client!r}")
             self._key = str(header["key"])

@@ -26,6 +26,10 @@ from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
 from sottovoce_rpc.tasks import beside
 
+log = structlog.get_logger()
+LIVE_S, LOG_S = 0.25, 10.0
+MOST_REASONS = 8
+
 
 @dataclass(slots=True)
 class Tally:
@@ -92,13 +96,11 @@ class Account:
         return 0 if self.kept else self.refused.total()
 
 
-log = structlog.get_logger()
-
-LIVE_S, LOG_S = 0.25, 10.0
-MOST_REASONS = 8
+Work = Callable[[Account, asyncio.Event], Coroutine[Any, Any, None]]
+"""Feeds, and counts in the account, until it is done or the event is set."""
 
 
-class Speed:
+class _Speed:
     """Records per second over the last looks."""
 
     def __init__(self) -> None:
@@ -112,7 +114,7 @@ class Speed:
 
 
 @asynccontextmanager
-async def shown(account: Account, console: Console) -> AsyncIterator[None]:
+async def _shown(account: Account, console: Console) -> AsyncIterator[None]:
     """Show it while the block lasts: a display on a terminal, else a line of the log every so often."""
     if not console.is_terminal:
         async with beside(_log(account)):
@@ -124,14 +126,14 @@ async def shown(account: Account, console: Console) -> AsyncIterator[None]:
 
 
 async def _display(account: Account, live: Live) -> None:
-    speed = Speed()
+    speed = _Speed()
     while True:
         live.update(picture(account, speed.look(account.fed)), refresh=True)
         await asyncio.sleep(LIVE_S)
 
 
 async def _log(account: Account) -> None:
-    speed = Speed()
+    speed = _Speed()
     speed.look(0)
     while True:
         await asyncio.sleep(LOG_S)
@@ -192,7 +194,7 @@ def _reasons(account: Account) -> Iterator[Text]:
         yield Text(f"  … {plural(len(refused) - MOST_REASONS, 'other reason')}")
 
 
-def print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
+def _print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
     """What feeding came to; where it failed, an error says why."""
     for line in _summary(account, seconds, failed=failed):
         console.print(line, soft_wrap=True)
@@ -227,11 +229,6 @@ def _summary(account: Account, seconds: float, *, failed: bool = False) -> Itera
 
 def _were(value: int) -> str:
     return "was" if value == 1 else "were"
-
-
-log = structlog.get_logger()
-
-Work = Callable[[Account, asyncio.Event], Coroutine[Any, Any, None]]
 
 
 def conduct(work: Work, log_level: str = "info") -> int:
@@ -273,13 +270,13 @@ async def _conducted(work: Work) -> int:
         loop.add_signal_handler(each, tell)
     failed = True  # in a line that follows
     try:
-        async with shown(account, console):
+        async with _shown(account, console):
             await work(account, stop)
         failed = False
     except asyncio.CancelledError:
         return 130
     finally:
-        print_summary(account, time.monotonic() - begun, console, failed=failed)
+        _print_summary(account, time.monotonic() - begun, console, failed=failed)
         if not failed:
             terminal.tell(lambda: facts_of(account))
         if not console.is_terminal and account.run_id:

@@ -150,7 +150,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         account.tallies = [Tally(source) for source in sources]
         parts = [part.held(sieve.fields.misfit) if isinstance(part, Tabular) else part for part in parts]
         pumps = [
-            Pump(part, learner, sieve, dead, tally)
+            _Pump(part, learner, sieve, dead, tally)
             for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
         ]
         once = any(getattr(part, "once", False) for part in parts)
@@ -258,7 +258,7 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
         return working.result() if working.done() else None
 
 
-class Pump:
+class _Pump:
     """One part into the learner.
 
     Args:

@@ -17,6 +17,12 @@ from sottovoce.data.live import LiveRecords
 from sottovoce.data.schema import Schema
 from sottovoce.errors import SpecError
 
+NO_POSITION = "its position: not a whole number above the one before it"
+NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
+WITHOUT_SCHEMA = ("features", "label")
+"""Fields of a record in a run without a schema: a list of numbers, and a number."""
+NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -80,12 +86,6 @@ class Tabular(Protocol):
     def held(self, misfit: Misfit) -> Self:
         """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
         ...
-
-
-NO_POSITION = "its position: not a whole number above the one before it"
-NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
-WITHOUT_SCHEMA = ("features", "label")
-"""Fields of a record in a run without a schema: a list of numbers, and a number."""
 
 
 class Unfit(Exception):
@@ -181,7 +181,7 @@ class Fields:
         Raises:
             Unfit: it is no object, or has a field that nobody knows, or one twice.
         """
-        message = object_of(body) if isinstance(body, bytes) else body
+        message = _object_of(body) if isinstance(body, bytes) else body
         if not (self.paths or self.ignore_unknown or self.position):
             return message  # the schema's encoder says the same of it, faster
         found = dict[str, Any]()
@@ -245,7 +245,7 @@ class Numbered:
         position = None
         if not reason:
             try:
-                position = whole_number(object_of(body) if isinstance(body, bytes) else body, self.field)
+                position = whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
             except Unfit as why:
                 reason = str(why)
         if position is None or (self.rising and position <= self.last):
@@ -254,7 +254,7 @@ class Numbered:
         return Message(body, position)
 
 
-def object_of(body: bytes) -> Mapping[str, Any]:
+def _object_of(body: bytes) -> Mapping[str, Any]:
     """A JSON object.
 
     Raises:
@@ -285,9 +285,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise Unfit(TWICE)
     return found
-
-
-NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
 
 
 @dataclass(frozen=True, slots=True)

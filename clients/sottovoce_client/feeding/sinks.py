@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class _Taken:
     """Records that the learner has in keeping.
 
     Attributes:
@@ -119,7 +119,7 @@ class Sinks:
         for source in list(self._sinks):
             await self._close(source)
 
-    async def take(self, source: str, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None) -> Taken:
+    async def take(self, source: str, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None) -> _Taken:
         """Feed records, all or none, and come back when they are in keeping.
 
         Args:
@@ -149,7 +149,7 @@ class Sinks:
                 await self._release(len(records))
             sink.tally.fed += new
             sink.tally.again += len(records) - new
-            return Taken(places[0], places[-1], new)
+            return _Taken(places[0], places[-1], new)
         except (Unavailable, NotReady):
             await self._forget(sink)
             raise
