@@ -30,9 +30,10 @@ from rich.table import Table
 
 from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
-from sottovoce_client.feeding.nats import open_nats
+from sottovoce_client.feeding.broker import opened
+from sottovoce_client.feeding.nats import NATS
+from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms, feed
-from sottovoce_client.feeding.tally import Account
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
 
@@ -81,8 +82,8 @@ async def bare(address: str, learners: int, messages: int) -> None:
                 return
 
     async with AsyncExitStack() as stack:
-        opened = [open_nats([address], "wards", f"wards.{k}", group=f"bench-{k}") for k in range(learners)]
-        parts = [(await stack.enter_async_context(each))[0] for each in opened]
+        urls = [f"nats://{address}/wards?subject=wards.{k}&group=bench-{k}" for k in range(learners)]
+        parts = [(await stack.enter_async_context(opened(NATS.source(url))))[0] for url in urls]
         await asyncio.gather(*map(one, parts))
 
 
@@ -91,7 +92,7 @@ async def into_learners(address: str, names: Sequence[str], services: LocalServi
     stop, accounts = asyncio.Event(), [Account() for _ in names]
 
     async def one(k: int, name: str) -> None:
-        async with open_nats([address], "wards", f"wards.{k}", group=name) as parts:
+        async with opened(NATS.source(f"nats://{address}/wards?subject=wards.{k}&group={name}")) as parts:
             await feed(parts, Target(services.learners[name]), Terms(), accounts[k], stop)
 
     feeding = [asyncio.ensure_future(one(k, name)) for k, name in enumerate(names)]

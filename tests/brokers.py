@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import secrets
 import shutil
@@ -12,12 +11,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from cryptography import x509
@@ -25,11 +25,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.source import Message, Part
+from sottovoce_client.feeding.broker import Feed, feeds, opened
+from sottovoce_client.feeding.records import Message, Part
 
 PATIENCE_S = 100.0
-OPENED = {"nats": "open_nats", "redis": "open_redis", "mqtt": "open_mqtt", "kafka": "open_kafka"}
 
 
 def free_port() -> int:
@@ -127,6 +126,21 @@ async def take(part: Part, count: int, after: int = -1, *, keep: bool = True) ->
     return found
 
 
+def options_of(scheme: str, port: int, names: str, **more: Any) -> dict[str, Any]:
+    """Arguments of `open_url`: a URL with settings, and attributes of the source."""
+    own: dict[str, Any] = {name: more.pop(name) for name in ("access", "patience_s", "position") if name in more}
+    query = "&".join(f"{name.rstrip('_')}={quote(str(value), safe='')}" for name, value in more.items() if value)
+    return {"url": f"{scheme}://127.0.0.1:{port}/{names}?{query}", **own}
+
+
+def feed_of(url: str) -> Feed:
+    return next(each for each in feeds() if url.partition("://")[0] in each.schemes)
+
+
+def open_url(url: str, **more: Any) -> AbstractAsyncContextManager[list[Part]]:
+    return opened(feed_of(url).source(url, **more))
+
+
 def certificate_in(folder: Path) -> tuple[Path, Path]:
     """Files of a certificate for 127.0.0.1 that is its own authority, and of its key."""
     key, now, name = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC), x509.Name([])
@@ -151,18 +165,16 @@ class Feeder:
     """A process that feeds a file: a line is a record in a learner's keeping.
 
     Attributes:
-        broker: which.
-        options: of what opens it, as JSON has them.
+        options: of `open_url`, as JSON has them.
         kept: the file.
     """
 
-    broker: str
     options: Mapping[str, Any]
     kept: Path
     process: asyncio.subprocess.Process | None = field(default=None, init=False)
 
     async def start(self) -> None:
-        arguments = json.dumps([self.broker, self.options, str(self.kept)])
+        arguments = json.dumps([self.options, str(self.kept)])
         self.process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.brokers", arguments)
 
     async def kill(self) -> None:
@@ -178,11 +190,9 @@ class Feeder:
         return [tuple(json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-async def _feed(broker: str, options: dict[str, Any], kept: Path) -> None:
-    module = importlib.import_module(f"sottovoce_client.feeding.{broker}")
-    options = {name: Path(value) if name == "state" else value for name, value in options.items()}
-    last = {name: position for name, position, _ in Feeder(broker, options, kept).records()}
-    async with getattr(module, OPENED[broker])(**options, access=Access()) as parts:
+async def _feed(options: dict[str, Any], kept: Path) -> None:
+    last = {name: position for name, position, _ in Feeder(options, kept).records()}
+    async with open_url(**options) as parts:
         with kept.open("a") as file:
 
             async def one(part: Part) -> None:
@@ -209,8 +219,8 @@ async def killed_again_and_again(feeder: Feeder, records: int, times: int = 3) -
 
 
 if __name__ == "__main__":
-    _broker, _options, _kept = json.loads(sys.argv[1])
-    asyncio.run(_feed(_broker, _options, Path(_kept)))
+    _options, _kept = json.loads(sys.argv[1])
+    asyncio.run(_feed(_options, Path(_kept)))
 
 
 def troubles(logs: Sequence[Any]) -> list[Any]:

@@ -25,6 +25,8 @@ from rich.text import Text
 from sottovoce.errors import DataError, SottovoceError
 from sottovoce.text import plain
 from sottovoce_client import terminal
+from sottovoce_client.feeding.broker import feeds
+from sottovoce_client.feeding.sinks import HTTP
 from sottovoce_client.wording import count
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
@@ -52,7 +54,7 @@ _LEAST_FREE = 1024**3
 _EXTRAS = {
     "audit": ("pyarrow", "jinja2", "pooch", "scipy"),
     "fast": ("uvloop",),
-    "feed": ("aiokafka", "nats", "paho.mqtt", "redis", "starlette", "uvicorn"),
+    "feed": HTTP.modules,
     "accounting": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "query": ("duckdb",),
@@ -125,8 +127,11 @@ def show(findings: Sequence[Finding], console: Console) -> int:
 def _installed() -> Iterator[Finding]:
     own, grpcio = (importlib.metadata.version(name) for name in ("sottovoce", "grpcio"))
     yield Finding("versions", "well", f"sottovoce {own}, Python {platform.python_version()}, grpcio {grpcio}")
-    lacking = [extra for extra, names in _EXTRAS.items() if not all(map(_there, names))]
-    there = [extra for extra in _EXTRAS if extra not in lacking]
+    extras = {extra: [*names] for extra, names in _EXTRAS.items()}
+    for feed in feeds():
+        extras.setdefault(feed.extra, []).extend(feed.modules)
+    lacking = [extra for extra, names in extras.items() if not all(map(_there, names))]
+    there = [extra for extra in extras if extra not in lacking]
     text = ", ".join(there) or "none"
     if lacking:
         text += f"; not installed: {', '.join(lacking)}"

@@ -31,7 +31,7 @@ from sottovoce.spec import load_spec, parse_spec
 from sottovoce.spec_versions import FORMAT
 from sottovoce_client.cli import app, main
 from sottovoce_client.cli.app import VARIABLES, require_variables
-from sottovoce_client.cli.brokers import PASSWORD
+from sottovoce_client.feeding.broker import PASSWORD_VARIABLE
 from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper import FORMAT as CAPTURES
 from sottovoce_eavesdropper.reading import open_capture
@@ -193,7 +193,7 @@ def test_the_variables_of_settings_are_those_of_all_commands() -> None:
 
     found = {name for name in of(typer.main.get_command(app)) if name.startswith("SOTTOVOCE_")}
     assert {*found, "SOTTOVOCE_DATA", "SOTTOVOCE_FEED_PASSWORD"} == VARIABLES
-    assert VARIABLE in VARIABLES and PASSWORD in VARIABLES
+    assert VARIABLE in VARIABLES and PASSWORD_VARIABLE in VARIABLES
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,16 @@ from typing import Any
 import pytest
 import structlog.testing
 from rich.console import Console
+from typer.testing import CliRunner
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client import terminal
-from sottovoce_client.cli.feeding import http
-from sottovoce_client.feeding.conduct import conduct
+from sottovoce_client.cli import app
 from sottovoce_client.feeding.dead_letters import dead_letters
-from sottovoce_client.feeding.files import csv_files, jsonl_files
+from sottovoce_client.feeding.files import file_parts
+from sottovoce_client.feeding.progress import Account, Tally, _summary, conduct, facts_of, picture
 from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_over
-from sottovoce_client.feeding.showing import _summary, facts_of, picture
-from sottovoce_client.feeding.source import Message, Part
-from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_learner.entries import Kind
@@ -183,8 +182,11 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, _):
         with pytest.raises(SpecError, match="two are called 'a/told'"):
             await fed(up, Told(), Told(), source="a")
+        paths = [tmp_path / f"{n}.csv" for n in range(257)]
+        for each in paths:
+            each.touch()
         with pytest.raises(SpecError, match="at most 256 sources"):
-            await fed(up, *(csv_files([tmp_path / str(n)])[0] for n in range(257)))
+            await fed(up, *file_parts(paths))
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=Terms(maps=["weight=w"]))
         with dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
@@ -243,7 +245,7 @@ async def test_many_files_and_a_map(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     async with ann(tmp_path) as (up, learner):
         terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
-        parts = jsonl_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        parts = file_parts([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
         account = await fed(up, *parts, terms=terms, source="ward")
         assert {each.source: each.fed for each in account.tallies} == {"ward/a.jsonl": 30, "ward/b.jsonl": 30}
         assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
@@ -312,8 +314,8 @@ def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
-    with pytest.raises(SpecError, match=r"sottovoce feed http needs starlette: .*, pip install '\.\[feed\]'"):
-        http("127.0.0.1:1")
+    result = CliRunner().invoke(app, ["feed", "http://127.0.0.1:0", "--learner", "127.0.0.1:1"])
+    assert re.search(r"feeding from HTTP needs starlette: .*, pip install '\.\[feed\]'", str(result.exception))
 
 
 def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
@@ -337,11 +339,11 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
 @pytest.mark.slow
 async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:
     async with ann(tmp_path) as (up, learner):
-        code, out, error = await ended(command(up, "stdin", "--source", "ward"), f'{LINE}\n{LINE}\n{{"age": {SECRET}}}')
+        code, out, error = await ended(command(up, "-", "--source", "ward"), f'{LINE}\n{LINE}\n{{"age": {SECRET}}}')
         assert code == 1 and re.search(r"Fed 2 records of 1 source to run run-\w+ in", out), (out, error)
         assert "1 message refused and DROPPED" in out and str(SECRET) not in out + error
         lines = [json.dumps({**RECORD, "at": at}) for at in (3, 4, 4, 9)]
-        arguments = ("stdin", "--source", "seq", "--position", "at", "--dead-letters", str(tmp_path / "dead"))
+        arguments = ("-", "--source", "seq", "--position", "at", "--dead-letters", str(tmp_path / "dead"))
         code, out, _ = await ended(command(up, *arguments), "\n".join(lines))
         assert code == 0 and f"1 message refused, and written to {tmp_path / 'dead'}" in out
         code, out, _ = await ended(command(up, *arguments), "\n".join([*lines, json.dumps({**RECORD, "at": 10})]))
@@ -356,7 +358,7 @@ async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
     path.write_text("age,ward,outcome\n61,icu,home\n62,ic")
     async with ann(tmp_path) as (up, learner):
         for count, number in enumerate((signal.SIGTERM, signal.SIGINT), 1):
-            process = command(up, "csv", str(path), "--follow", "--log-level", "error")
+            process = command(up, str(path), "--follow", "--log-level", "error")
             await learned_some(learner, count)
             process.send_signal(number)
             code, out, error = await ended(process)
@@ -365,9 +367,9 @@ async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
                 file.write("u,home\n63,ic")
         await learned(learner, 2)
         os.mkfifo(tmp_path / "pipe.csv")
-        code, out, error = await ended(command(up, "csv", str(tmp_path / "pipe.csv")))
+        code, out, error = await ended(command(up, str(tmp_path / "pipe.csv")))
         assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'pipe.csv'} is no file: what comes in a pipe is "
-        "fed by `sottovoce feed stdin`")  # fmt: skip
+        "fed by `sottovoce feed -`")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -377,7 +379,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
     path.write_text("age,ward,outcome\n")
     clock = {"mode": "paced", "period_s": 0.1, "deadline_s": 100.0}  # few rounds, so that the log holds all of them
     spec = spec_of({"schema": SCHEMA, "batch_size": 1_000}, clock=clock)
-    arguments = ("csv", str(path), "--follow", "--dead-letters", str(dead), "--log-level", "error")
+    arguments = (str(path), "--follow", "--dead-letters", str(dead), "--log-level", "error")
     async with ann_in(tmp_path, spec) as (up, learner):
         process = command(up, *arguments)
         with path.open("a", buffering=1) as file:
@@ -396,7 +398,7 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
         process.terminate()
         assert (await ended(process))[0] == 0
         assert (await learner.status()).records == wanted * 9 // 10 + 1
-        (part,) = csv_files([path])
+        (part,) = file_parts([path])
         messages = [message async for each in part.read(-1) for message in each]
         fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
         assert kept_positions(tmp_path / "journals", "ann", "a.csv") == fits
@@ -459,8 +461,8 @@ async def test_a_learner_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None
 def test_what_could_not_be_reached_is_named(kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINE, encoding="utf-8")
     what = {
-        "learner": ["jsonl", str(tmp_path / "a.jsonl"), "--patience", "0.2"],
-        "broker": ["nats", "WARDS", "--server", "nats://127.0.0.1:1", "--broker-patience", "0.2"],
+        "learner": [str(tmp_path / "a.jsonl"), "--patience", "0.2"],
+        "broker": ["nats://127.0.0.1:1/WARDS", "--broker-patience", "0.2"],
     }
     if kind == "broker":
         pytest.importorskip("nats")

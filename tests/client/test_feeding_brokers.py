@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.feeding.mqtt import open_mqtt
-from tests.brokers import Server
+from tests.brokers import open_url
 from tests.client import test_feeding_mqtt as mqtt
 from tests.client import test_feeding_nats as nats
 from tests.client.test_feeding import command, ended, kept_positions, learned_some
@@ -22,11 +21,11 @@ FIRST, ALL = 40, 80
 CLOCK = {"mode": "paced", "period_s": 0.1, "deadline_s": 100.0}  # few rounds, so that the log holds all of them
 
 
-async def into_ann(folder: Path, server: Server, publish: Any, *arguments: str, dies: bool = True) -> list[int]:
+async def into_ann(folder: Path, publish: Any, url: str) -> list[int]:
     """Positions in the learner's log, of records that were fed by two commands, the first of which was killed."""
     records = [json.dumps({**RECORD, "age": k % 100}).encode() for k in range(ALL)]
     spec = spec_of({"schema": SCHEMA, "batch_size": 1_000}, clock=CLOCK)
-    arguments = (*arguments, "--server", f"127.0.0.1:{server.port}", "--source", "ward", "--log-level", "error")
+    arguments = (url, "--source", "ward", "--log-level", "error")
     async with ann_in(folder, spec) as (up, learner):
         await publish(*records[:FIRST])
         process = command(up, *arguments)
@@ -40,7 +39,7 @@ async def into_ann(folder: Path, server: Server, publish: Any, *arguments: str, 
         code, _, error = await ended(process)
         assert (code, error) == (0, "")
         assert (await learner.status()).records == ALL
-        return kept_positions(folder / "journals", "ann", "ward/wards" if arguments[0] == "nats" else "ward/feeder")
+        return kept_positions(folder / "journals", "ann", "ward/wards" if url.startswith("nats") else "ward/feeder")
 
 
 async def test_nats_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
@@ -51,25 +50,27 @@ async def test_nats_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
             for each in bodies:
                 await js.publish("wards.north", each)
 
-        assert await into_ann(tmp_path, at, publish, "nats", "wards") == list(range(1, ALL + 1))
+        assert await into_ann(tmp_path, publish, f"nats://127.0.0.1:{at.port}/wards") == list(range(1, ALL + 1))
 
 
 async def test_mqtt_is_fed_by_a_command_that_is_killed(tmp_path: Path) -> None:
     async with mqtt.server(tmp_path) as at, mqtt.publishing(at) as publish:
-        async with open_mqtt(**mqtt.options_of(at, client="feeder")):
+        url = f"mqtt://127.0.0.1:{at.port}/wards/#?client=feeder&state={tmp_path / 'state'}"
+        async with open_url(url):
             pass  # the session begins
-        arguments = ("mqtt", "wards/#", "--client", "feeder", "--state", str(tmp_path / "state"))
-        assert await into_ann(tmp_path, at, publish, *arguments) == list(range(ALL))
+        assert await into_ann(tmp_path, publish, url) == list(range(ALL))
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("nats", "wards", "--server", "nats://ann:secret@host"), "--server must hold no user or password"),
-        (("redis", "wards", "--server", "http://host"), "must be like redis://HOST:6379"),
-        (("kafka", "wards", "--password-file", "nowhere"), "no password in nowhere"),
-        (("mqtt", "w/#", "--client", "a", "--tls-cert", "a.pem"), "a certificate and its key go together"),
-        (("nats", "wards", "--server", "127.0.0.1:1", "--broker-patience", "0.1"), "was away for 0.1 s"),
+        (("nats://ann:secret@host/wards",), "SOURCE must hold no user or password"),
+        (("nats://ann:sec/ret@host/wards",), "SOURCE must hold no user or password"),
+        (("nats://host/wards?password=secret",), "must hold no user or password"),
+        (("redis://host:x/wards",), "must be like redis://HOST:6379"),
+        (("kafka://host/wards", "--password-file", "nowhere"), "no password in nowhere"),
+        (("mqtt://host/w/#?client=a", "--tls-cert", "a.pem"), "a certificate and its key go together"),
+        (("nats://127.0.0.1:1/wards", "--broker-patience", "0.1"), "was away for 0.1 s"),
     ],
 )
 async def test_what_cannot_be_is_refused_in_one_line(arguments: tuple[str, ...], text: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce.errors import DataError, NotReady, Unavailable
-from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.kafka import open_kafka
-from sottovoce_client.feeding.source import Unreadable
-from tests.brokers import Feeder, free_port, killed_again_and_again, take, troubles, until
+from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.records import Unreadable
+from tests.brokers import Feeder, free_port, killed_again_and_again, open_url, take, troubles, until
+from tests.brokers import options_of as broker_options_of
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 
@@ -48,8 +48,8 @@ def brokers() -> Iterator[Brokers]:
     found.producer.purge()
 
 
-def options_of(at: Brokers | int, **more: Any) -> dict[str, Any]:
-    return {"servers": [f"127.0.0.1:{at if isinstance(at, int) else at.port}"], "topics": ["wards"], **more}
+def options_of(at: Brokers | int, names: str = "wards", scheme: str = "kafka", **more: Any) -> dict[str, Any]:
+    return broker_options_of(scheme, at if isinstance(at, int) else at.port, names, **more)
 
 
 def numbers(messages: Any) -> list[int]:
@@ -60,22 +60,22 @@ async def test_partitions_come_in_order_and_the_next_feeder_goes_on(brokers: Bro
     brokers.write(0, 500, 0)
     brokers.write(500, 1_000, 1)
     brokers.write(0, 1, 1, None)
-    async with open_kafka(**options_of(brokers)) as parts:
+    async with open_url(**options_of(brokers)) as parts:
         assert [each.name for each in parts][:2] == ["wards/0", "wards/1"]
         first, second = await asyncio.gather(take(parts[0], 500), take(parts[1], 501))
         assert [each.position for each in first] == list(range(500))
         assert numbers(first) + numbers(second[:-1]) == list(range(1_000))
         assert isinstance(second[-1], Unreadable)
     brokers.write(1_000, 1_010)
-    async with open_kafka(**options_of(brokers)) as parts:
+    async with open_url(**options_of(brokers)) as parts:
         assert numbers(await take(parts[0], 10)) == list(range(1_000, 1_010))
         assert numbers(await take(parts[0], 12, after=497)) == [498, 499, *range(1_000, 1_010)]
-    async with open_kafka(**options_of(brokers, group="another")) as parts:
+    async with open_url(**options_of(brokers, group="another")) as parts:
         assert numbers(await take(parts[0], 1))[0] == 0
 
 
 async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(brokers: Brokers, tmp_path: Path) -> None:
-    feeder = Feeder("kafka", options_of(brokers), tmp_path / "kept")
+    feeder = Feeder(options_of(brokers), tmp_path / "kept")
     brokers.write(0, 10, 0)
     brokers.write(0, 10, 1)
 
@@ -94,7 +94,7 @@ async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(broker
 
 async def test_it_begins_where_it_is_told_to(brokers: Brokers) -> None:
     brokers.write(0, 10)
-    async with open_kafka(**options_of(brokers, begin="new")) as parts:
+    async with open_url(**options_of(brokers, from_="new")) as parts:
         messages: Any = parts[0].read(-1)
         following = asyncio.ensure_future(anext(messages))
         while await parts[0]._link.consumer.committed(parts[0]._partition) is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - a server's state is no event
@@ -102,13 +102,13 @@ async def test_it_begins_where_it_is_told_to(brokers: Brokers) -> None:
         brokers.write(10, 11)
         assert numbers(await following) == [10]
         await messages.aclose()
-    async with open_kafka(**options_of(brokers, begin="start")) as parts:
+    async with open_url(**options_of(brokers, from_="start")) as parts:
         assert numbers(await take(parts[0], 11)) == list(range(11))
 
 
 async def test_a_topic_that_was_made_anew_is_refused(brokers: Brokers) -> None:
     brokers.write(0, 10)
-    async with open_kafka(**options_of(brokers)) as parts:
+    async with open_url(**options_of(brokers)) as parts:
         with pytest.raises(DataError, match="it ends before offset 10, and the learner has 10"):
             await take(parts[0], 1, after=10)
 
@@ -118,7 +118,7 @@ async def test_what_retention_took_away_is_counted(brokers: Brokers) -> None:
     large = bytes(500_000)  # of a partition these brokers keep five MiB
     brokers.write(0, 30, 0, large)
     with capture_logs() as logs:
-        async with open_kafka(**options_of(brokers)) as parts:
+        async with open_url(**options_of(brokers)) as parts:
             found = await take(parts[0], 1, after=4)
     (told,) = troubles(logs)
     assert told["event"] == "messages were gone before they were read"
@@ -127,7 +127,7 @@ async def test_what_retention_took_away_is_counted(brokers: Brokers) -> None:
 
 async def test_patience_ends() -> None:
     with pytest.raises(Unavailable, match=r"Kafka at 127.0.0.1.* was away for 0.1 s"):
-        async with open_kafka(**options_of(free_port(), patience_s=0.1)):
+        async with open_url(**options_of(free_port(), patience_s=0.1)):
             pass
 
 
@@ -159,7 +159,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         access = Access("ann", "wrong")
         with pytest.raises(NotReady, match="refuses these credentials") as refused:
-            async with open_kafka(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
+            async with open_url(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
                 pass
         await asyncio.gather(*answering)
     assert "wrong" not in str(refused.value)
@@ -186,7 +186,7 @@ async def test_brokers_that_hang_and_come_back_are_waited_for(monkeypatch: pytes
         process.stdin.write(b"0 10\n")
         await process.stdout.readline()
         with capture_logs() as logs:
-            async with open_kafka(**options_of(port)) as parts:
+            async with open_url(**options_of(port)) as parts:
                 messages: Any = parts[0].read(-1)
                 found = list[Any]()
                 while len(found) < 10:  # else the next call returns the rest, and no call finds the broker away

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import shutil
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,17 +16,33 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce.errors import DataError, NotReady, Unavailable
-from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.mqtt import drive, open_mqtt
-from sottovoce_client.feeding.source import Unreadable
-from sottovoce_client.feeding.unacknowledged import Unacknowledged
-from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, troubles, until
+from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.mqtt import Unacknowledged, drive
+from sottovoce_client.feeding.records import Unreadable
+from tests import brokers
+from tests.brokers import (
+    Feeder,
+    Server,
+    certificate_in,
+    killed_again_and_again,
+    open_url,
+    serving,
+    take,
+    troubles,
+    until,
+)
 
 pytestmark = pytest.mark.external
 
 paho = pytest.importorskip("paho.mqtt.client")
 
 ANN = {"user": "ann", "password": "right"}
+
+
+@pytest.fixture(autouse=True)
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder of the files that tell what a broker sends again."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
 
 
 @asynccontextmanager
@@ -67,8 +84,8 @@ async def publishing(at: Server, **options: Any) -> AsyncIterator[Any]:
         found.loop_write()
 
 
-def options_of(at: Server, **more: Any) -> dict[str, Any]:
-    return {"server": f"127.0.0.1:{at.port}", "topics": ["wards/#"], **more}
+def options_of(at: Server, names: str = "wards/#", scheme: str = "mqtt", **more: Any) -> dict[str, Any]:
+    return brokers.options_of(scheme, at.port, names, **{"client": "sottovoce", **more})
 
 
 def bodies(first: int, end: int) -> list[bytes]:
@@ -84,7 +101,7 @@ async def test_a_process_may_have_many_files_open(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4_096), hard))
         for _ in range(1_100):
             stack.enter_context(open(os.devnull))  # noqa: ASYNC230 - for its descriptor
-        async with server(tmp_path) as at, publishing(at) as publish, open_mqtt(**options_of(at)) as (part,):
+        async with server(tmp_path) as at, publishing(at) as publish, open_url(**options_of(at)) as (part,):
             await publish(*bodies(0, 10))
             assert [each.body for each in await take(part, 10)] == bodies(0, 10)
 
@@ -92,7 +109,7 @@ async def test_a_process_may_have_many_files_open(tmp_path: Path) -> None:
 async def test_messages_come_in_order_and_wait_for_the_next_feeder(tmp_path: Path) -> None:
     async with server(tmp_path) as at, publishing(at) as publish:
         await publish(b"retained", topic="wards/old", retain=True)
-        async with open_mqtt(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             await publish(*bodies(0, 200))
             await publish(b"200", topic="wards/a/b")
             await publish(b"other", topic="beds")
@@ -102,7 +119,7 @@ async def test_messages_come_in_order_and_wait_for_the_next_feeder(tmp_path: Pat
             assert [each.position for each in found] == list(range(202))
             assert isinstance(found[-1], Unreadable)
         await publish(*bodies(201, 205))
-        async with open_mqtt(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             found = await take(part, 4, after=900)
             assert [(each.position, each.body) for each in found] == [
                 *zip(range(901, 905), bodies(201, 205), strict=True)
@@ -111,9 +128,9 @@ async def test_messages_come_in_order_and_wait_for_the_next_feeder(tmp_path: Pat
 
 async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(tmp_path: Path) -> None:
     async with server(tmp_path) as at, publishing(at) as publish:
-        async with open_mqtt(**options_of(at)):
+        async with open_url(**options_of(at)):
             pass  # the session begins
-        feeder = Feeder("mqtt", options_of(at, state=str(tmp_path / "state")), tmp_path / "learned")
+        feeder = Feeder(options_of(at, state=str(tmp_path / "state")), tmp_path / "learned")
         publish_all = asyncio.ensure_future(publish(*bodies(0, 1_000)))
         found = await killed_again_and_again(feeder, 1_000)
         await publish_all
@@ -126,16 +143,16 @@ async def test_what_was_kept_and_not_acknowledged_is_not_fed_again(tmp_path: Pat
     """A feeder dies when the learner has some of five messages, and the broker knows of none."""
     async with server(tmp_path) as at, publishing(at) as publish:
         state = tmp_path / "state"
-        async with open_mqtt(**options_of(at, state=state)) as (part,):
+        async with open_url(**options_of(at, state=state)) as (part,):
             await publish(*bodies(0, 5))
             assert len(await take(part, 5, keep=False)) == 5
-        async with open_mqtt(**options_of(at, state=state)) as (part,):
+        async with open_url(**options_of(at, state=state)) as (part,):
             await publish(*bodies(5, 7))
             found = await take(part, 7 - learned, after=learned - 1)
             assert [(each.position, each.body) for each in found] == [
                 *zip(range(learned, 7), bodies(learned, 7), strict=True)
             ]
-        async with open_mqtt(**options_of(at, state=state)) as (part,):  # all were acknowledged
+        async with open_url(**options_of(at, state=state)) as (part,):  # all were acknowledged
             await publish(b"last")
             assert [each.body for each in await take(part, 1, after=6)] == [b"last"]
 
@@ -143,14 +160,14 @@ async def test_what_was_kept_and_not_acknowledged_is_not_fed_again(tmp_path: Pat
 async def test_a_field_says_where_a_message_stands(tmp_path: Path) -> None:
     async with server(tmp_path) as at, publishing(at) as publish:
         texts = [b'{"n": %d, "age": 1}' % k for k in range(5, 10)]
-        async with open_mqtt(**options_of(at, position="n")) as (part,):
+        async with open_url(**options_of(at, position="n")) as (part,):
             await publish(*texts, texts[2], b"{}", b"no object")
             found = await take(part, 8, keep=False)
         assert [each.position for each in found] == [5, 6, 7, 8, 9, 7, 9, 9]
         assert [isinstance(each, Unreadable) for each in found] == [False] * 6 + [True] * 2
-        async with open_mqtt(**options_of(at, position="n")) as (part,):  # sent again, and the learner passes over it
+        async with open_url(**options_of(at, position="n")) as (part,):  # sent again, and the learner passes over it
             assert [each.position for each in await take(part, 8, after=7)] == [5, 6, 7, 8, 9, 7, 9, 9]
-        async with open_mqtt(**options_of(at, position="n")) as (part,):
+        async with open_url(**options_of(at, position="n")) as (part,):
             await publish(b'{"n": 10}')
             assert [each.position for each in await take(part, 1, after=9)] == [10]
 
@@ -158,7 +175,7 @@ async def test_a_field_says_where_a_message_stands(tmp_path: Path) -> None:
 async def test_a_broker_that_is_killed_and_comes_back_is_waited_for(tmp_path: Path) -> None:
     async with server(tmp_path) as at:
         with capture_logs() as logs:
-            async with open_mqtt(**options_of(at, state=tmp_path / "state")) as (part,):
+            async with open_url(**options_of(at, state=tmp_path / "state")) as (part,):
                 async with publishing(at) as publish:
                     await publish(*bodies(0, 10))
                 messages: Any = part.read(-1)
@@ -189,7 +206,7 @@ async def test_a_broker_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
 async def test_a_session_that_the_broker_forgot_is_told(tmp_path: Path) -> None:
     async with server(tmp_path, persist=False) as at:
         with capture_logs() as logs:
-            async with open_mqtt(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 async with publishing(at) as publish:
                     await publish(*bodies(0, 3))
                 messages: Any = part.read(-1)
@@ -211,7 +228,7 @@ async def test_a_session_that_the_broker_forgot_is_told(tmp_path: Path) -> None:
 
 
 async def test_patience_ends(tmp_path: Path) -> None:
-    async with server(tmp_path) as at, open_mqtt(**options_of(at, patience_s=0.1)) as (part,):
+    async with server(tmp_path) as at, open_url(**options_of(at, patience_s=0.1)) as (part,):
         at.kill()
         with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was away for 0.1 s"):
             await take(part, 1)
@@ -219,13 +236,9 @@ async def test_patience_ends(tmp_path: Path) -> None:
 
 async def test_a_server_that_hangs_up_at_once_is_away() -> None:
     async with await asyncio.start_server(lambda _, writer: writer.transport.abort(), "127.0.0.1", 0) as nobody:
-        options: dict[str, Any] = {
-            "server": f"127.0.0.1:{nobody.sockets[0].getsockname()[1]}",
-            "topics": ["wards/#"],
-            "patience_s": 0.1,
-        }
+        url = f"mqtt://127.0.0.1:{nobody.sockets[0].getsockname()[1]}/wards/#?client=a"
         with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
-            async with open_mqtt(**options):
+            async with open_url(url, patience_s=0.1):
                 pass
 
 
@@ -244,15 +257,15 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, *own) as at:
         for access in (Access("ann", "wrong", ca=certificate), Access(ca=certificate)):
             with pytest.raises(NotReady, match="refuses these credentials") as refused:
-                async with open_mqtt(**options_of(at, access=access)):
+                async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
-            async with open_mqtt(**options_of(at, access=Access("ann", "right", tls=True))):
+            async with open_url(**options_of(at, scheme="mqtts", access=Access("ann", "right"))):
                 pass
         ann = Access("ann", "right", ca=certificate)
-        async with open_mqtt(**options_of(at, access=ann)) as (part,):
-            async with publishing(at, **ANN, tls=ann.context()) as publish:
+        async with open_url(**options_of(at, access=ann)) as (part,):
+            async with publishing(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as publish:
                 await publish(b"1")
             assert len(await take(part, 1)) == 1
 

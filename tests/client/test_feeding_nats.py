@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,10 +13,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.nats import BUCKET, open_nats
-from sottovoce_client.feeding.source import Unreadable
-from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, troubles, until
+from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.nats import BUCKET
+from sottovoce_client.feeding.records import Unreadable
+from tests import brokers
+from tests.brokers import (
+    Feeder,
+    Server,
+    certificate_in,
+    killed_again_and_again,
+    open_url,
+    serving,
+    take,
+    troubles,
+    until,
+)
 
 nats = pytest.importorskip("nats")
 
@@ -47,8 +59,8 @@ async def publish(js: Any, first: int, end: int, subject: str = "wards.north") -
         await js.publish(subject, b"%d" % k)
 
 
-def options_of(at: Server, **more: Any) -> dict[str, Any]:
-    return {"servers": [f"127.0.0.1:{at.port}"], "stream": "wards", **more}
+def options_of(at: Server, names: str = "wards", scheme: str = "nats", **more: Any) -> dict[str, Any]:
+    return brokers.options_of(scheme, at.port, names, **more)
 
 
 async def test_messages_come_in_order_and_the_next_feeder_goes_on(tmp_path: Path) -> None:
@@ -56,23 +68,23 @@ async def test_messages_come_in_order_and_the_next_feeder_goes_on(tmp_path: Path
         await js.add_stream(name="wards", subjects=["wards.>"])
         await publish(js, 0, 1_000)
         await js.publish("wards.north", b"")
-        async with open_nats(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             found = await take(part, 1_001)
             assert [each.body for each in found[:-1]] == [b"%d" % k for k in range(1_000)]
             assert [each.position for each in found] == list(range(1, 1_002))
             assert isinstance(found[-1], Unreadable)
         await publish(js, 1_000, 1_010)
-        async with open_nats(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             assert [each.body for each in await take(part, 10)] == [b"%d" % k for k in range(1_000, 1_010)]
             assert [each.position for each in await take(part, 1, after=1_006)] == list(range(1_007, 1_012))
-        async with open_nats(**options_of(at, group="another")) as (part,):
+        async with open_url(**options_of(at, group="another")) as (part,):
             assert (await take(part, 1, keep=False))[0].position == 1
 
 
 async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(tmp_path: Path) -> None:
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"])
-        feeder = Feeder("nats", options_of(at, subject="wards.*"), tmp_path / "kept")
+        feeder = Feeder(options_of(at, subject="wards.*"), tmp_path / "kept")
         publishing = asyncio.ensure_future(publish(js, 0, 2_000))
         found = await killed_again_and_again(feeder, 2_000)
         await publishing
@@ -85,7 +97,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 100)
         with capture_logs() as logs:
-            async with open_nats(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 messages: Any = part.read(-1)
                 found = [*await anext(messages)]
                 while len(found) < 100:
@@ -106,7 +118,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
             "the broker is back",
             "subscribed",
         ]
-        async with open_nats(**options_of(at)) as (part,):  # the bookmark was written when the server was back
+        async with open_url(**options_of(at)) as (part,):  # the bookmark was written when the server was back
             assert (await take(part, 1))[0].position == 51
 
 
@@ -114,13 +126,13 @@ async def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     async with server(tmp_path) as at:
         async with jetstream(at) as js:
             await js.add_stream(name="wards")
-        async with open_nats(**options_of(at, patience_s=0.1)) as (part,):
+        async with open_url(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
             monkeypatch.setattr("sottovoce_client.feeding.nats._CALL_S", 0.5)  # nobody will answer
-            with pytest.raises(Unavailable, match=r"NATS at nats://127.0.0.1.* was away for 0.1 s"):
+            with pytest.raises(Unavailable, match=r"NATS at 127.0.0.1.* was away for 0.1 s"):
                 await take(part, 1)
         with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
-            async with open_nats(**options_of(at, patience_s=0.1)):
+            async with open_url(**options_of(at, patience_s=0.1)):
                 pass
 
 
@@ -139,19 +151,19 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "-c", str(tmp_path / "conf")) as at:
         for access in (Access("ann", "wrong"), Access(), Access("", "right")):
             with pytest.raises(NotReady, match="refuses these credentials") as refused:
-                async with open_nats(**options_of(at, access=access)):
+                async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
-        async with open_nats(**options_of(at, access=Access("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, access=Access("ben", "right"))) as (part,):
             with pytest.raises(NotReady, match=r"[Pp]ermissions"):
                 await take(part, 1)
         async with jetstream(at, **ANN) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_nats(**options_of(at, access=Access("ann", "right"))) as (part,):
+        async with open_url(**options_of(at, access=Access("ann", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
     with pytest.raises(SpecError, match="no user or password") as misplaced:
-        async with open_nats(["nats://ann:right@host"], "wards"):
+        async with open_url("nats://ann:right@host/wards"):
             pass
     assert "right" not in str(misplaced.value)
 
@@ -161,19 +173,19 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
     (tmp_path / "conf").write_text(CLOSED.format(f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}'))
     async with server(tmp_path, "-c", str(tmp_path / "conf")) as at:
         ann = Access("ann", "right", ca=certificate)
-        async with jetstream(at, **ANN, tls=ann.context()) as js:
+        async with jetstream(at, **ANN, tls=ssl.create_default_context(cafile=certificate)) as js:
             await js.add_stream(name="wards", subjects=["wards.>"])
             await publish(js, 0, 1)
-        async with open_nats(**options_of(at, access=ann)) as (part,):
+        async with open_url(**options_of(at, access=ann)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
-            async with open_nats(**options_of(at, access=Access("ann", "right", tls=True))):
+            async with open_url(**options_of(at, scheme="tls", access=Access("ann", "right"))):
                 pass
 
 
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
-async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme: str) -> None:
-    said = list[bytes]()
+async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme: str, tmp_path: Path) -> None:
+    said, ca = list[bytes](), certificate_in(tmp_path)[0] if scheme == "nats" else None
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"server_id": "a", "max_payload": 1000, "auth_required": true}\r\n')
@@ -183,7 +195,7 @@ async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme:
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
         server = f"{scheme}://127.0.0.1:{at.sockets[0].getsockname()[1]}"
         with pytest.raises(NotReady, match="the server speaks no TLS"):
-            async with open_nats([server], "wards", access=Access("ann", "right", tls=scheme == "nats")):
+            async with open_url(f"{server}/wards", access=Access("ann", "right", ca)):
                 pass
         await until(lambda: bool(said))
     assert said == [b""]
@@ -194,17 +206,17 @@ async def test_a_subject_that_a_stream_cannot_have_is_refused(tmp_path: Path) ->
         async with jetstream(at) as js:
             await js.add_stream(name="wards", subjects=["wards.*"])
             await publish(js, 0, 1)
-        async with open_nats(**options_of(at, subject="wrads.north")) as (part,):
+        async with open_url(**options_of(at, subject="wrads.north")) as (part,):
             with pytest.raises(DataError, match=r"has messages of wards\.\*: wrads\.north is none of them"):
                 await take(part, 1)
-        async with open_nats(**options_of(at, subject="wards.north")) as (part,):
+        async with open_url(**options_of(at, subject="wards.north")) as (part,):
             assert len(await take(part, 1)) == 1
 
 
 async def test_what_is_no_stream_is_refused() -> None:
-    for stream, subject in (("a b", ""), ("a.b", ""), ("", ""), ("wards", "a\r\nPUB b 0")):
+    for path in ("a b", "a.b", "wards?subject=a%0D%0APUB%20b%200"):
         with pytest.raises(SpecError, match="as NATS has them"):
-            async with open_nats(["nowhere"], stream, subject):
+            async with open_url(f"nats://nowhere/{path}"):
                 pass
 
 
@@ -212,7 +224,7 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"])
         await publish(js, 0, 10)
-        async with open_nats(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             await take(part, 10)
             await js.delete_stream("wards")
             with pytest.raises(DataError, match="has no stream wards"):
@@ -221,9 +233,9 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
             await publish(js, 0, 20)  # longer than the old one
             with pytest.raises(DataError, match="not the one it was: the learner has its message 10, of one"):
                 await take(part, 1, after=10)
-        async with open_nats(**options_of(at)) as (part,):  # in another run
+        async with open_url(**options_of(at)) as (part,):  # in another run
             assert len(await take(part, 20)) == 20
-        async with open_nats(**options_of(at, group="without a bookmark")) as (part,):
+        async with open_url(**options_of(at, group="without a bookmark")) as (part,):
             with pytest.raises(DataError, match="it ends with message 20, and the learner has 30"):
                 await take(part, 1, after=30)
 
@@ -233,11 +245,11 @@ async def test_what_retention_took_away_is_counted(tmp_path: Path, subject: str,
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"], max_msgs=5)
         await publish(js, 0, 5)
-        async with open_nats(**options_of(at, subject=subject)) as (part,):
+        async with open_url(**options_of(at, subject=subject)) as (part,):
             assert len(await take(part, 5)) == 5
         await publish(js, 5, 25)
         with capture_logs() as logs:
-            async with open_nats(**options_of(at, subject=subject)) as (part,):
+            async with open_url(**options_of(at, subject=subject)) as (part,):
                 assert [each.body for each in await take(part, 5, after=5)] == [b"%d" % k for k in range(20, 25)]
     assert [(each["event"], each["messages"]) for each in troubles(logs)] == [
         ("messages were gone before they were read", said)
@@ -248,17 +260,17 @@ async def test_it_begins_where_it_is_told_to(tmp_path: Path) -> None:
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"], max_msgs=8)
         await publish(js, 0, 10)
-        async with open_nats(**options_of(at, begin="new")) as (part,):
+        async with open_url(**options_of(at, from_="new")) as (part,):
             messages: Any = part.read(-1)
             following = asyncio.ensure_future(anext(messages))
             await until_marked(js)
             await publish(js, 10, 11)
             assert [each.body for each in await following] == [b"10"]
             await messages.aclose()
-        async with open_nats(**options_of(at, begin="start")) as (part,):
+        async with open_url(**options_of(at, from_="start")) as (part,):
             assert [each.position for each in await take(part, 8)] == list(range(4, 12))
         await publish(js, 11, 13, "wards.south")
-        async with open_nats(**options_of(at, subject="wards.south")) as (part,):
+        async with open_url(**options_of(at, subject="wards.south")) as (part,):
             assert [each.body for each in await take(part, 2)] == [b"11", b"12"]
 
 
@@ -275,6 +287,6 @@ async def until_marked(js: Any) -> None:
 async def test_a_stream_that_forgets_what_was_delivered_is_refused(tmp_path: Path) -> None:
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"], retention="workqueue")
-        async with open_nats(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             with pytest.raises(DataError, match="by limits, not by workqueue"):
                 await take(part, 1)

@@ -12,10 +12,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce.errors import DataError, NotReady, Unavailable
-from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.redis import id_of, open_redis, position_of
-from sottovoce_client.feeding.source import Unreadable
-from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, troubles, until
+from sottovoce_client.feeding.broker import Access
+from sottovoce_client.feeding.records import Unreadable
+from sottovoce_client.feeding.redis import id_of, position_of
+from tests import brokers
+from tests.brokers import (
+    Feeder,
+    Server,
+    certificate_in,
+    killed_again_and_again,
+    open_url,
+    serving,
+    take,
+    troubles,
+    until,
+)
 
 pytestmark = pytest.mark.external
 
@@ -46,8 +57,8 @@ async def add(to: Any, first: int, end: int, key: str = "wards") -> None:
         await to.xadd(key, {"k": k})
 
 
-def options_of(at: Server, **more: Any) -> dict[str, Any]:
-    return {"server": f"127.0.0.1:{at.port}", "streams": ["wards"], **more}
+def options_of(at: Server, names: str = "wards", scheme: str = "redis", **more: Any) -> dict[str, Any]:
+    return brokers.options_of(scheme, at.port, names, **more)
 
 
 def numbers(messages: Any) -> list[int]:
@@ -57,17 +68,17 @@ def numbers(messages: Any) -> list[int]:
 async def test_entries_come_in_order_and_the_next_feeder_goes_on(tmp_path: Path) -> None:
     async with server(tmp_path) as at, client(at) as to:
         await add(to, 0, 1_000)
-        async with open_redis(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             found = await take(part, 1_000)
             assert numbers(found) == list(range(1_000))
             assert id_of(found[-1].position).encode() == (await to.xrevrange("wards", count=1))[0][0]
         (group,) = await to.xinfo_groups("wards")
         assert (group["entries-read"], group["lag"]) == (1_000, 0)  # as the broker's own tools show it
         await add(to, 1_000, 1_010)
-        async with open_redis(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             assert numbers(await take(part, 10)) == list(range(1_000, 1_010))
             assert numbers(await take(part, 1, after=found[989].position)) == list(range(990, 1_010))
-        async with open_redis(**options_of(at, group="another")) as (part,):
+        async with open_url(**options_of(at, group="another")) as (part,):
             assert numbers(await take(part, 1))[0] == 0
 
 
@@ -76,17 +87,17 @@ async def test_several_streams_and_what_is_no_record(tmp_path: Path) -> None:
         await to.xadd("north", {"record": b'{"k": 1}'})
         await to.xadd("south", {"k": 2})
         await to.xadd("south", {"record": b"\xff"})
-        async with open_redis(**options_of(at, streams=["north", "south"], field="record")) as (north, south):
+        async with open_url(**options_of(at, names="north,south", field="record")) as (north, south):
             assert [each.body for each in await take(north, 1)] == [b'{"k": 1}']
             found = await take(south, 2)
             assert [isinstance(each, Unreadable) for each in found] == [True, False]
-        async with open_redis(**options_of(at, streams=["south"], begin="start")) as (south,):
+        async with open_url(**options_of(at, names="south", from_="start")) as (south,):
             assert [isinstance(each, Unreadable) for each in await take(south, 2)] == [False, True]
 
 
 async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(tmp_path: Path) -> None:
     async with server(tmp_path) as at, client(at) as to:
-        feeder = Feeder("redis", options_of(at), tmp_path / "kept")
+        feeder = Feeder(options_of(at), tmp_path / "kept")
         adding = asyncio.ensure_future(add(to, 0, 2_000))
         found: Any = await killed_again_and_again(feeder, 2_000)
         await adding
@@ -98,7 +109,7 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
         async with client(at) as to:
             await add(to, 0, 100)
         with capture_logs() as logs:
-            async with open_redis(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 messages: Any = part.read(-1)
                 found = [*await anext(messages)]
                 following = asyncio.ensure_future(anext(messages))
@@ -117,18 +128,18 @@ async def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path: Pa
             "the broker is back",
             "subscribed",
         ]
-        async with open_redis(**options_of(at)) as (part,):  # the group was told when the server was back
+        async with open_url(**options_of(at)) as (part,):  # the group was told when the server was back
             assert numbers(await take(part, 1))[0] == 51
 
 
 async def test_patience_ends(tmp_path: Path) -> None:
     async with server(tmp_path) as at:
-        async with open_redis(**options_of(at, patience_s=0.1)) as (part,):
+        async with open_url(**options_of(at, patience_s=0.1)) as (part,):
             at.kill()
             with pytest.raises(Unavailable, match=r"Redis at 127.0.0.1.* was away for 0.1 s"):
                 await take(part, 1)
         with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
-            async with open_redis(**options_of(at, patience_s=0.1)):
+            async with open_url(**options_of(at, patience_s=0.1)):
                 pass
 
 
@@ -137,15 +148,15 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
         for access in (Access("", "wrong"), Access(), Access("ann", "right")):
             with pytest.raises(NotReady, match="refuses these credentials") as refused:
-                async with open_redis(**options_of(at, access=access)):
+                async with open_url(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, **ANN) as to:
             await add(to, 0, 1)
-        async with open_redis(**options_of(at, access=Access("ben", "right"))) as (part,):
+        async with open_url(**options_of(at, access=Access("ben", "right"))) as (part,):
             with pytest.raises(NotReady, match="permissions"):
                 await take(part, 1)
-        async with open_redis(**options_of(at, access=Access("", "right"))) as (part,):
+        async with open_url(**options_of(at, access=Access("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
 
 
@@ -156,17 +167,17 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
         ours = Access(ca=Path(certificate), certificate=Path(certificate), key=Path(key))
         async with client(at, ssl=True, ssl_ca_certs=certificate, ssl_certfile=certificate, ssl_keyfile=key) as to:
             await add(to, 0, 1)
-        async with open_redis(**options_of(at, access=ours)) as (part,):
+        async with open_url(**options_of(at, access=ours)) as (part,):
             assert len(await take(part, 1)) == 1
         with pytest.raises(NotReady, match=r"(?i)certificate.verify.failed"):
-            async with open_redis(**options_of(at, access=Access(tls=True))):
+            async with open_url(**options_of(at, scheme="rediss")):
                 pass
 
 
 async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
     async with server(tmp_path) as at, client(at) as to:
         await add(to, 0, 10)
-        async with open_redis(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             found = await take(part, 10, keep=False)
             await to.delete("wards")
             with pytest.raises(DataError, match="not the one it was: it was deleted"):
@@ -174,12 +185,12 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
             await add(to, 0, 20)
             with pytest.raises(DataError, match="not the one it was"):
                 await take(part, 1, after=found[-1].position)
-        async with open_redis(**options_of(at)) as (part,):  # in another run
+        async with open_url(**options_of(at)) as (part,):  # in another run
             assert numbers(await take(part, 20)) == list(range(20))
             with pytest.raises(DataError, match=r"it ends with entry .*, and the learner has 8000000000000-5"):
                 await take(part, 1, after=position_of(b"8000000000000-5"))
         await to.set("number", 1)
-        async with open_redis(**options_of(at, streams=["number"])) as (part,):
+        async with open_url(**options_of(at, names="number")) as (part,):
             with pytest.raises(DataError, match="cannot give stream number"):
                 await take(part, 1)
 
@@ -187,12 +198,12 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
 async def test_what_was_trimmed_is_counted(tmp_path: Path) -> None:
     async with server(tmp_path) as at, client(at) as to:
         await add(to, 0, 10)
-        async with open_redis(**options_of(at)) as (part,):
+        async with open_url(**options_of(at)) as (part,):
             found = await take(part, 10)
         await add(to, 10, 30)
         await to.xtrim("wards", maxlen=5, approximate=False)
         with capture_logs() as logs:
-            async with open_redis(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 assert numbers(await take(part, 5, after=found[-1].position)) == list(range(25, 30))
         assert [(each["event"], each["messages"]) for each in troubles(logs)] == [
             ("messages were gone before they were read", "15")
@@ -202,10 +213,10 @@ async def test_what_was_trimmed_is_counted(tmp_path: Path) -> None:
         await to.xadd("wards", {"k": 32})
         await to.xdel("wards", middle)
         with capture_logs() as logs:
-            async with open_redis(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 found = await take(part, 2)
                 assert numbers(found) == [30, 32]
-            async with open_redis(**options_of(at)) as (part,):
+            async with open_url(**options_of(at)) as (part,):
                 following = asyncio.ensure_future(take(part, 1))
                 await until(lambda: bool(troubles(logs)))
                 await add(to, 33, 34)
@@ -215,16 +226,16 @@ async def test_what_was_trimmed_is_counted(tmp_path: Path) -> None:
 
 async def test_it_begins_where_it_is_told_to(tmp_path: Path) -> None:
     async with server(tmp_path) as at, client(at) as to:
-        async with open_redis(**options_of(at)) as (part,):  # there is no stream yet
+        async with open_url(**options_of(at)) as (part,):  # there is no stream yet
             following = asyncio.ensure_future(take(part, 1))
             async with asyncio.timeout(100):
                 while not await to.exists("wards"):  # noqa: ASYNC110 - a server's state is no event
                     await asyncio.sleep(0.01)
             await add(to, 0, 10)
             assert numbers(await following)[0] == 0
-        async with open_redis(**options_of(at, begin="start")) as (part,):
+        async with open_url(**options_of(at, from_="start")) as (part,):
             assert numbers(await take(part, 10)) == list(range(10))
-        async with open_redis(**options_of(at, begin="new", group="late")) as (part,):
+        async with open_url(**options_of(at, from_="new", group="late")) as (part,):
             following = asyncio.ensure_future(take(part, 1))
             async with asyncio.timeout(100):
                 while len(await to.xinfo_groups("wards")) < 2:  # noqa: ASYNC110 - a server's state is no event

@@ -41,13 +41,13 @@ ADDRESSES = [
     for each in OPTIONS
     if any(sign in f"{each[2].metavar} {each[2].help}" for sign in SIGNS) and "--backend" not in each[0]
 ]
-URLS = [each for each in OPTIONS if each[0].endswith(("--server", "data fetch --from", "--backend"))]
+URLS = [each for each in OPTIONS if each[0].endswith(("data fetch --from", "--backend"))]
 """Of services that are not ours."""
 NUMBERS = [each for each in OPTIONS if limit(each[2], "min") is not None and not each[0].endswith("seed")]
 
 
 def test_there_are_such() -> None:
-    assert len(ADDRESSES) > 30 and len(NUMBERS) > 20 and len(URLS) == 4 + 1 + 2
+    assert len(ADDRESSES) > 30 and len(NUMBERS) > 20 and len(URLS) == 1 + 2
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "a b:1", ""])
@@ -67,13 +67,6 @@ def test_so_is_a_url_that_is_none(name: str, command: Any, option: Any, url: str
         SpecError, match=r"(with a port from 1 to 65535|must be processes, ray, dask, ray://HOST:PORT).*, got "
     ):
         option.process_value(typer.Context(command), [url] if option.multiple else url)
-
-
-def test_all_addresses_that_are_none_are_told_at_once() -> None:
-    _, command, option = next(each for each in URLS if each[0] == "feed nats --server")
-    with pytest.raises(SpecError) as refused:
-        option.process_value(typer.Context(command), ["nats://a:0", "nats://b", "http://c"])
-    assert [line.rpartition("got ")[2] for line in str(refused.value).splitlines()] == ["'nats://a:0'", "'http://c'"]
 
 
 @pytest.mark.parametrize(("name", "command", "option"), NUMBERS, ids=[each[0] for each in NUMBERS])

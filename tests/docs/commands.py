@@ -85,7 +85,7 @@ def mistake(command: Named) -> str:
         word, _, value = words.pop(0).partition("=")
         if word in {"--help", "-h"} or (word in options and (options[word].is_eager or not options[word].expose_value)):
             return ""
-        if not word.startswith("-"):
+        if word == "-" or not word.startswith("-"):  # a dash alone stands for standard input
             given.append(word)
         elif word not in options:
             return f"no option {word}"

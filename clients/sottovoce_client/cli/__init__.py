@@ -11,7 +11,6 @@ from sottovoce_client.cli.app import (
     app,
     data_app,
     eavesdropper_app,
-    feed_app,
     ledger_app,
     models_app,
     pki_app,
@@ -29,7 +28,6 @@ from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import data as data
 from sottovoce_client.cli import feeding as feeding
-from sottovoce_client.cli import brokers as brokers
 from sottovoce_client.cli import models as models
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
@@ -63,7 +61,6 @@ __all__ = [
 ]
 
 app.add_typer(data_app, name="data", rich_help_panel="Runs")
-app.add_typer(feed_app, name="feed", rich_help_panel="Runs")
 app.add_typer(models_app, name="models", rich_help_panel="Runs")
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")

@@ -200,10 +200,6 @@ def _sottovoce(
 
 
 data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
-feed_app = typer.Typer(
-    no_args_is_help=True,
-    help="Bring live records into a learner: from files that grow, standard input, HTTP and brokers, each once.",
-)
 schema_app = typer.Typer(
     no_args_is_help=True, help="What the fields of a record may say: draft a schema, check it and records against it."
 )

@@ -1,260 +1,271 @@
-"""Feeders: from files that grow, standard input and HTTP into a learner."""
+"""The command `feed`: from files that grow, standard input, HTTP and brokers into a learner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+import os
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
     AllowImports,
     AsJson,
     IdentityFolder,
     Insecure,
-    Listen,
     LogLevel,
     address,
-    feed_app,
+    app,
     real,
 )
 
 if TYPE_CHECKING:
+    from sottovoce_client.feeding.broker import Feed, Source
+    from sottovoce_client.feeding.progress import Work
     from sottovoce_client.feeding.pump import Target, Terms
-    from sottovoce_client.feeding.source import Part
+    from sottovoce_client.feeding.records import Part
 
-Learner = Annotated[
-    str,
-    address(
-        "--learner",
-        "-l",
-        metavar="HOST:PORT",
-        envvar="SOTTOVOCE_LEARNER",
-        help="Address of the learner.",
-        show_default=False,
-    ),
-]
-Name = Annotated[
-    str, typer.Option("--name", help="Of the learner: another one at the address is refused.", show_default="any")
-]
-Source = Annotated[
-    str,
-    typer.Option(
-        "--source",
-        envvar="SOTTOVOCE_SOURCE",
-        help="Under which the learner counts the records: what is fed under one name must be the same, or go on.",
-        show_default="as what is fed is called",
-    ),
-]
-Map = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--map",
-        metavar="FIELD=PATH",
-        help="Where a field stands, as age=patient.age; repeat for several.",
-        show_default="by its own name",
-    ),
-]
-IgnoreUnknown = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-unknown",
-        help="Leave out fields that neither the schema nor a map knows, in place of refusing the message.",
-    ),
-]
-DeadLetters = Annotated[
-    Path | None,
-    typer.Option(
-        "--dead-letters",
-        metavar="FILE",
-        help="Where messages go that are no records, as JSON lines.",
-        show_default="dropped, and counted",
-    ),
-]
-Patience = Annotated[
-    float,
-    real(
-        least=0.0, most=MOST_SECONDS, metavar="SECONDS", help="How long the learner may be away, or between two runs."
-    ),
-]
-Position = Annotated[
-    str,
-    typer.Option(
-        "--position",
-        metavar="FIELD",
-        help="Field that says where a record stands: a whole number that rises. What is sent again is then learned once.",
-        show_default="counted on",
-    ),
-]
-Follow = Annotated[bool, typer.Option("--follow", help="Wait for more at a file's end.")]
-Delimiter = Annotated[str, typer.Option(help="Between values of CSV.")]
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="Each is a source by its name.", show_default=False)
-]
+_FILES, _BROKER = ("--format", "--dead-letters"), ("--dead-letters", "--broker-patience", "--user", "--password-file")
+_OWN_OPTIONS = {
+    "csv": (*_FILES, "--delimiter", "--follow"),
+    "jsonl": (*_FILES, "--follow"),
+    "parquet": _FILES,
+    "standard input": (*_FILES, "--delimiter", "--position"),
+    "HTTP": ("--token-file", "--tls-cert", "--tls-key"),
+    "broker": (*_BROKER, "--tls-ca", "--tls-cert", "--tls-key"),
+}
+"""Options that only some sources have, by the kind of source. `--position` is one of those of some feeds, too."""
+_SOME_OPTIONS = frozenset(option for options in _OWN_OPTIONS.values() for option in options)
 
 
-@feed_app.command("csv")
-def csv(
-    files: Files,
-    learner: Learner,
-    delimiter: Delimiter = ",",
-    follow: Follow = False,
-    source: Source = "",
-    map_: Map = None,
-    ignore_unknown: IgnoreUnknown = False,
-    dead_letters: DeadLetters = None,
-    patience: Patience = 60.0,
-    name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
-) -> None:
-    """Feed CSV files with a header, each record once."""
-    from sottovoce_client.feeding.files import csv_files, require_files
-
-    require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    feed_from(
-        nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
-        target,
-        terms_of(map_, ignore_unknown, dead_letters),
-        log_level,
-    )
+def _file(help_: str, default: str | bool = False) -> Any:
+    return typer.Option(metavar="FILE", help=help_, show_default=default)
 
 
-@feed_app.command("jsonl")
-def jsonl(
-    files: Files,
-    learner: Learner,
-    follow: Follow = False,
-    source: Source = "",
-    map_: Map = None,
-    ignore_unknown: IgnoreUnknown = False,
-    dead_letters: DeadLetters = None,
-    patience: Patience = 60.0,
-    name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
-) -> None:
-    """Feed files with a JSON object on each line, each record once."""
-    from sottovoce_client.feeding.files import jsonl_files, require_files
-
-    require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    feed_from(
-        nullcontext(jsonl_files(files, follow=follow)), target, terms_of(map_, ignore_unknown, dead_letters), log_level
-    )
+def _patience(help_: str) -> Any:
+    return real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help=help_)
 
 
-@feed_app.command("parquet")
-def parquet(
-    files: Files,
-    learner: Learner,
-    source: Source = "",
-    map_: Map = None,
-    ignore_unknown: IgnoreUnknown = False,
-    dead_letters: DeadLetters = None,
-    patience: Patience = 60.0,
-    name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
-) -> None:
-    """Feed Parquet files, each record once (extra `audit`)."""
-    from sottovoce_client.feeding.files import require_files
-    from sottovoce_client.feeding.parquet import parquet_files
+def _feeds() -> list[Feed]:
+    """All kinds of sources that URLs name."""
+    from sottovoce_client.feeding.broker import feeds
+    from sottovoce_client.feeding.sinks import HTTP
 
-    require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    feed_from(nullcontext(parquet_files(files)), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
+    return [HTTP, *feeds()]
 
 
-@feed_app.command("stdin")
-def stdin(
-    learner: Learner,
-    form: Annotated[Literal["jsonl", "csv"], typer.Option("--form", help="How records are written.")] = "jsonl",
-    delimiter: Delimiter = ",",
-    position: Position = "",
-    source: Source = "",
-    map_: Map = None,
-    ignore_unknown: IgnoreUnknown = False,
-    dead_letters: DeadLetters = None,
-    patience: Patience = 60.0,
-    name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
-) -> None:
-    """Feed what comes on standard input, until it ends."""
-    from sottovoce_client.feeding.forms import Csv, JsonLines
-    from sottovoce_client.feeding.standard_input import StandardInput
-
-    target = target_of(learner, "", name, identity, insecure, patience, allow_imports)
-    part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
-    feed_from(nullcontext([part]), target, terms_of(map_, ignore_unknown, dead_letters, position), log_level)
+def _feed_of(scheme: str, what: str) -> Feed:
+    """The feed whose URLs begin with a scheme."""
+    known = {each: feed for feed in _feeds() for each in feed.schemes}
+    if scheme.lower() not in known:
+        raise SpecError(f"{what} must be one of {', '.join(known)}, got {scheme!r}")
+    return known[scheme.lower()]
 
 
-@feed_app.command("http")
-def http(
-    learner: Learner,
-    listen: Listen = "127.0.0.1:7490",
-    token_file: Annotated[
-        Path | None,
+def _options_of(kind: str, feed: Feed | None) -> list[str]:
+    """Options that a source has beside those of all."""
+    return [*_OWN_OPTIONS[kind], *(("--position",) if feed is not None and feed.has_positions else ())]
+
+
+def _kind_of(feed: Feed | None, sources: Sequence[str] = (), given: str | None = None) -> str:
+    """The kind of a source, as of `_OWN_OPTIONS`."""
+    if feed is not None:
+        return "HTTP" if feed.connect is None else "broker"
+    from sottovoce_client.feeding.files import format_of
+
+    return "standard input" if "-" in sources else format_of(sources, given)
+
+
+def _help_for(scheme: str | None) -> None:
+    if scheme is not None:
+        feed = _feed_of(scheme, "--help-for")
+        options = ", ".join(_options_of(_kind_of(feed), feed))
+        print(f"{feed.help_text()}\n\nOptions that this source has beside those of all: {options}")
+        raise typer.Exit
+
+
+@app.command("feed", rich_help_panel="Runs")
+def feed(
+    context: typer.Context,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Files (.csv, .jsonl, .parquet), each a source by its name; - for standard input; or a URL: http://HOST:PORT "
+            "listens, nats://, redis://, mqtt:// and kafka:// read from a broker.",
+            show_default=False,
+        ),
+    ],
+    learner: Annotated[
+        str,
+        address(
+            "--learner",
+            "-l",
+            metavar="HOST:PORT",
+            envvar="SOTTOVOCE_LEARNER",
+            help="Address of the learner.",
+            show_default=False,
+        ),
+    ],
+    help_for: Annotated[
+        str | None,
         typer.Option(
-            help="File with the bearer token that every request must have.", show_default="this machine's user alone"
+            metavar="SCHEME",
+            is_eager=True,
+            callback=_help_for,
+            help="Print the settings of URLs of one kind, as kafka or http, with examples.",
+            show_default=False,
         ),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: clients speak TLS.", show_default=False)] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.", show_default=False)] = None,
-    when_full: Annotated[
-        Literal["wait", "reject"],
-        typer.Option("--when-full", help="Whether a request that finds no room waits, or is refused (429)."),
-    ] = "wait",
-    most_bytes: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Bytes of a request at most.")] = 1024 * 1024,
-    position: Position = "",
-    source: Source = "http",
-    map_: Map = None,
-    ignore_unknown: IgnoreUnknown = False,
-    patience: Patience = 60.0,
-    name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Annotated[
+    format_: Annotated[
+        Literal["csv", "jsonl", "parquet"] | None,
+        typer.Option(
+            "--format", help="Format of records.", show_default="by the file's ending; jsonl of standard input"
+        ),
+    ] = None,
+    delimiter: Annotated[str, typer.Option(help="Between values of CSV.")] = ",",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for more at the end of a CSV or JSON lines file.")
+    ] = False,
+    position: Annotated[
+        str,
+        typer.Option(
+            metavar="FIELD",
+            help="Field with a record's position, a whole number that rises: what is sent again is then learned once. Of "
+            "standard input, HTTP and MQTT.",
+            show_default="counted on",
+        ),
+    ] = "",
+    source: Annotated[
+        str,
+        typer.Option(
+            envvar="SOTTOVOCE_SOURCE",
+            help="Name under which the learner counts the records: what is fed under one name must be the same, or go on.",
+            show_default="the name of the file, stream or topic",
+        ),
+    ] = "",
+    map_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="FIELD=PATH",
+            help="Where a field of a record is found, as age=patient.age; repeat for several.",
+            show_default="by its own name",
+        ),
+    ] = None,
+    ignore_unknown: Annotated[
         bool,
         typer.Option(
-            "--insecure",
-            envvar="SOTTOVOCE_INSECURE",
-            help="Listen on other addresses without a token and TLS, too; and without an identity, speak to a learner on another "
-            "machine in the clear.",
+            "--ignore-unknown",
+            help="Leave out fields that neither the schema nor a map knows, in place of refusing the message.",
         ),
     ] = False,
+    dead_letters: Annotated[
+        Path | None,
+        _file(
+            "Messages that are no records, as JSON lines. HTTP answers its client in its place.", "dropped, and counted"
+        ),
+    ] = None,
+    patience: Annotated[float, _patience("How long the learner may be away, or between two runs.")] = 60.0,
+    broker_patience: Annotated[float, _patience("How long the broker may be away.")] = 60.0,
+    user: Annotated[
+        str,
+        typer.Option(
+            envvar="SOTTOVOCE_FEED_USER",
+            help="User that the broker knows. The password is in --password-file, or in $SOTTOVOCE_FEED_PASSWORD.",
+            show_default="none",
+        ),
+    ] = "",
+    password_file: Annotated[Path | None, _file("The user's password.")] = None,
+    token_file: Annotated[
+        Path | None, _file("Bearer token that every HTTP request must have.", "this machine's user alone")
+    ] = None,
+    tls_ca: Annotated[Path | None, _file("Authorities that are believed of a broker.", "this machine's")] = None,
+    tls_cert: Annotated[Path | None, _file("PEM certificate, shown to the broker or HTTP's clients.")] = None,
+    tls_key: Annotated[Path | None, _file("Its key.")] = None,
+    name: Annotated[
+        str, typer.Option(help="Name of the learner: another one at the address is refused.", show_default="any")
+    ] = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     as_json: AsJson = False,
 ) -> None:
-    """Feed what clients POST to /records, as JSON (extra `feed`). They are answered when the learner has it in keeping."""
-    from sottovoce.optional import import_extra
+    """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
+    from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, secret_in
+    from sottovoce_client.feeding.files import file_parts, standard_input
+    from sottovoce_client.feeding.progress import conduct
+    from sottovoce_client.feeding.pump import Target, Terms, feeding
 
-    for module in ("starlette", "uvicorn"):
-        import_extra(module, module, "sottovoce feed http", "feed")
+    first = sources[0]
+    scheme = next((each.partition("://")[0] for each in sources if "://" in each.partition("?")[0]), "")
+    if len(sources) > 1 and (scheme or "-" in sources):
+        raise SpecError(f"SOURCE must be files, or one URL, or - alone, got {len(sources)}: start a feeder for each")
+    url_feed = _feed_of(scheme, "SOURCE: the scheme of a URL") if scheme else None
+    kind = _kind_of(url_feed, sources, format_)
+    _require_fitting(context, _options_of(kind, url_feed), kind if url_feed is None else url_feed.name)
+    prefix = "" if kind == "standard input" else source or ("http" if kind == "HTTP" else "")
+    in_the_clear = insecure and (kind != "HTTP" or identity is None)
+    target = Target(learner, prefix, name, identity, in_the_clear, patience, allow_imports)
+    terms = Terms(tuple(map_ or ()), ignore_unknown, position, dead_letters)
+    work: Work
+    parts: Sequence[Part]
+    if url_feed is None:
+        if kind == "standard input":
+            parts = [standard_input(source or "stdin", format_ or "jsonl", delimiter, position)]
+        else:
+            parts = file_parts(
+                [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, apart=dead_letters
+            )
+        work = feeding(nullcontext(parts), target, terms)
+    elif kind == "HTTP":
+        work = _http_work(url_feed.source(first), target, terms, token_file, tls_cert, tls_key, insecure)
+    else:
+        password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else secret_in(password_file)
+        access = Access(user, password, tls_ca, tls_cert, tls_key)
+        own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
+        work = feeding(opened(url_feed.source(first, **own)), target, terms)
+    raise typer.Exit(conduct(work, log_level))
+
+
+def _require_fitting(context: typer.Context, own: Collection[str], called: str) -> None:
+    """Refuse options that were given on the command line and that the kind of source does not have.
+
+    Raises:
+        SpecError: there is one.
+    """
+    for parameter in context.command.params:
+        option, given = parameter.opts[0], context.get_parameter_source(parameter.name or "")
+        if given is not None and given.name == "COMMANDLINE" and option in _SOME_OPTIONS - {*own}:
+            raise SpecError(
+                f"{option} must be left out: a source of {called} does not have it. It has {', '.join(own)}"
+            )
+
+
+def _http_work(
+    at: Source,
+    target: Target,
+    terms: Terms,
+    token_file: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    insecure: bool,
+) -> Work:
+    """Answering requests."""
+    for module in at.feed.modules:
+        at.feed.imported(module)
     from sottovoce_client import terminal
-    from sottovoce_client.feeding.conduct import conduct
     from sottovoce_client.feeding.endpoint import Listening, serve
     from sottovoce_rpc.server import announce
 
-    listening = Listening(listen, token_file, tls_cert, tls_key, insecure, most_bytes)
-    target = target_of(learner, source, name, identity, insecure and identity is None, patience, allow_imports)
+    if (certificate is not None) != (at.scheme == "https"):
+        raise SpecError(f"https:// needs --tls-cert and --tls-key, and http:// has neither, got {at.scheme}://")
+    listening = Listening(at.addresses[0], token_file, certificate, key, insecure, at.settings["max-bytes"])
     console = terminal.console()
 
     def tell(address: str) -> None:
@@ -263,36 +274,4 @@ def http(
         else:
             announce("feeder", address=address)
 
-    work = serve(target, terms_of(map_, ignore_unknown, None, position), listening, when_full, tell)
-    raise typer.Exit(conduct(work, log_level))
-
-
-def target_of(
-    learner: str,
-    source: str,
-    name: str,
-    identity: Path | None,
-    insecure: bool,
-    patience_s: float,
-    allow_imports: bool,
-) -> Target:
-    """The learner that options name."""
-    from sottovoce_client.feeding.pump import Target
-
-    return Target(learner, source, name, identity, insecure, patience_s, allow_imports)
-
-
-def terms_of(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | None, position: str = "") -> Terms:
-    """What options say of messages."""
-    from sottovoce_client.feeding.pump import Terms
-
-    return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)
-
-
-def feed_from(
-    opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms, log_level: str
-) -> None:
-    """Feed, and exit as that went."""
-    from sottovoce_client.feeding.conduct import conduct, feeding
-
-    raise typer.Exit(conduct(feeding(opened, target, terms), log_level))
+    return serve(target, terms, listening, at.settings["when-full"], tell)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sottovoce.errors import DataError, NotReady
-from sottovoce_client.feeding.source import Message
+from sottovoce_client.feeding.records import Message
 
 Letter = tuple[int, int]
 """A message in this process: its position, and a hash of it, for a position alone does not tell it from another."""

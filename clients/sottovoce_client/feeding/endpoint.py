@@ -21,11 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
-from sottovoce_client.feeding.conduct import Work
-from sottovoce_client.feeding.fields import Unfit, json_of
+from sottovoce_client.feeding.progress import Account, Work
 from sottovoce_client.feeding.pump import Target, Terms, unless
+from sottovoce_client.feeding.records import Unfit, json_of
 from sottovoce_client.feeding.sinks import Full, Refused, Sinks, WhenFull
-from sottovoce_client.feeding.tally import Account
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback, of_this_user
@@ -38,7 +37,7 @@ _BODY_S, _RETRY_S = 30.0, 1.0
 _LEAST_TOKEN, _LONGEST_SOURCE = 16, 128
 
 
-class Answer(Exception):
+class _Answer(Exception):
     """What a client is told in place of a receipt."""
 
     def __init__(self, status: int, error: str, *, retry_s: float | None = None, **more: Any) -> None:
@@ -129,9 +128,9 @@ class Endpoint:
             if positions is not None and len(positions) == 1:
                 positions = range(positions[0], positions[0] + len(records))
             if positions is not None and len(positions) != len(records):
-                raise Answer(400, f"positions must be one, or one for each of {len(records)} records")
+                raise _Answer(400, f"positions must be one, or one for each of {len(records)} records")
             taken = await self.sinks.take(source, records, positions)
-        except Answer as answer:
+        except _Answer as answer:
             return answer.response
         except ClientDisconnect:
             return Response(status_code=400)
@@ -141,31 +140,31 @@ class Endpoint:
             return _refused(refused).response
         except Full:
             status = 429 if self.sinks.when_full == "reject" else 503
-            return Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_S).response
+            return _Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_S).response
         except Exception as error:  # noqa: BLE001 - its text may quote a record
             log.error("bug", **failure(error))
-            return Answer(500, "a bug: see the feeder's log").response
+            return _Answer(500, "a bug: see the feeder's log").response
         return JSONResponse({"records": len(records), "new": taken.new, "positions": [taken.first, taken.last]})
 
     async def _require_known(self, request: Request) -> None:
         """Who asks, and that no page in a browser does.
 
         Raises:
-            Answer: it is somebody else.
+            _Answer: it is somebody else.
         """
         if token := self.listening.token:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token):
-                raise Answer(401, "a bearer token is needed")
+                raise _Answer(401, "a bearer token is needed")
         elif is_loopback(self.listening.listen) and request.client is not None:
             host, port = request.client
             peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
             if not await asyncio.to_thread(of_this_user, peer):
-                raise Answer(403, "only the user who runs this feeder is answered: give it a --token-file for others")
+                raise _Answer(403, "only the user who runs this feeder is answered: give it a --token-file for others")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Answer(415, "records are JSON: Content-Type: application/json")
+            raise _Answer(415, "records are JSON: Content-Type: application/json")
         if "idempotency-key" in request.headers:
-            raise Answer(
+            raise _Answer(
                 400, "keys are not remembered here: give source and positions, and what is sent again is learned once"
             )
 
@@ -173,10 +172,10 @@ class Endpoint:
         """All of it.
 
         Raises:
-            Answer: it is too long, or takes too long.
+            _Answer: it is too long, or takes too long.
         """
         most, found = self.listening.most_bytes, bytearray()
-        too_long = Answer(413, f"a request has at most {most:,} bytes: send fewer records at a time")
+        too_long = _Answer(413, f"a request has at most {most:,} bytes: send fewer records at a time")
         said = request.headers.get("content-length", "0")
         if said.isdigit() and int(said) > most:
             raise too_long
@@ -187,7 +186,7 @@ class Endpoint:
                     if len(found) > most:
                         raise too_long
         except TimeoutError:
-            raise Answer(408, f"the body must come within {_BODY_S:.0f} s") from None
+            raise _Answer(408, f"the body must come within {_BODY_S:.0f} s") from None
         return bytes(found)
 
 
@@ -195,19 +194,19 @@ def _named(request: Request) -> tuple[str, Sequence[int] | None]:
     """The source that a request names, empty for none, and positions.
 
     Raises:
-        Answer: they are none.
+        _Answer: they are none.
     """
     query = request.query_params
     if unknown := query.keys() - {"source", "positions"}:
-        raise Answer(400, f"a request may have source and positions in its query, and has {len(unknown)} more")
+        raise _Answer(400, f"a request may have source and positions in its query, and has {len(unknown)} more")
     source = query.get("source", "")
     if len(source) > _LONGEST_SOURCE or not source.isprintable():
-        raise Answer(400, f"a source has at most {_LONGEST_SOURCE} printable characters")
+        raise _Answer(400, f"a source has at most {_LONGEST_SOURCE} printable characters")
     if "positions" not in query:
         return source, None
     given = query["positions"].split(",")
     if not all(each.isascii() and each.isdigit() and len(each) < 20 and int(each) < 2**62 for each in given):
-        raise Answer(400, "positions must be whole numbers from 0, with commas between them")
+        raise _Answer(400, "positions must be whole numbers from 0, with commas between them")
     return source, [int(each) for each in given]
 
 
@@ -215,39 +214,39 @@ def _records(body: bytes) -> Sequence[Mapping[str, Any]]:
     """The records of a request.
 
     Raises:
-        Answer: it has none.
+        _Answer: it has none.
     """
     try:
         found = json_of(body)
     except Unfit as why:
-        raise Answer(400, f"a request is a JSON object, or an array of them: {why}") from None
+        raise _Answer(400, f"a request is a JSON object, or an array of them: {why}") from None
     records = found if isinstance(found, list) else [found]
     for number, each in enumerate(records):
         if not isinstance(each, Mapping):
-            raise Answer(400, f"record {number} (counted from 0) is no JSON object")
+            raise _Answer(400, f"record {number} (counted from 0) is no JSON object")
     if not records:
-        raise Answer(400, "a request has a record at least")
+        raise _Answer(400, "a request has a record at least")
     return records
 
 
-def _refused(refused: Refused) -> Answer:
+def _refused(refused: Refused) -> _Answer:
     """Which records do not fit, and why."""
     reasons = dict(sorted(refused.reasons.items()))
     number, why = next(iter(reasons.items()))
     more = "" if len(reasons) == 1 else f", and {len(reasons) - 1} more do not fit"
     listed = {str(each): reasons[each] for each in list(reasons)[:MOST_REASONS]}
-    return Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
+    return _Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
 
 
 def _unfed(error: SottovoceError) -> Response:
     """Why records were not fed."""
     if isinstance(error, Unavailable | NotReady):
         text = "the learner is away, or in no run: it may have taken these records. With source and positions, send them again"
-        return Answer(503, text, retry_s=5.0).response
+        return _Answer(503, text, retry_s=5.0).response
     if isinstance(error, DataError | RemoteProtocolError):  # the latter is the learner's, as of too many sources
-        return Answer(400, str(error)).response
+        return _Answer(400, str(error)).response
     log.error("records are not fed", reason=str(error))
-    return Answer(500, "the feeder cannot feed: see its log").response
+    return _Answer(500, "the feeder cannot feed: see its log").response
 
 
 class _Server(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Files of lines that may grow while they are fed: CSV and JSON lines."""
+"""Files that are fed: CSV and JSON lines, which may grow meanwhile, and Parquet."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from sottovoce.data.cells import normal
+from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, anything
-from sottovoce_client.feeding.source import Message, Misfit, Part, Unreadable
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, StandardInput, anything
+from sottovoce_client.feeding.records import Message, Misfit, Part, Unreadable
 
 T = TypeVar("T")
 
+FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+"""Formats of files by their endings."""
 _AT_ONCE, _MESSAGES = 256 * 1024, 1_024
 """Bytes that are read, and messages that are handed on, at once."""
 _LOOK_S = 0.25
 _CONTEXT = 1_024
 """Bytes before a record that tell its file from others."""
 _CHECK_BITS = 16
+_ROWS = 1_024
+_ENDS = (b"PAR1", b"PARE")
+"""Of a file, and of one whose footer is encrypted."""
 
 
-def position_of(place: int, check: int) -> int:
+def _position_of(place: int, check: int) -> int:
     """A position that rises with a place in a file, and says by what stands there which file it is.
 
     Args:
@@ -40,7 +47,7 @@ def place_of(position: int) -> int:
     return position >> _CHECK_BITS
 
 
-async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Work on a file in a thread, which has ended when this does, however it does: only then the file may be closed."""
     working = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
     try:
@@ -49,7 +56,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
         await asyncio.wait([working])
 
 
-def require_file(path: Path) -> None:
+def _require_file(path: Path) -> None:
     """Refuse what is no file: opening a pipe would wait for ever.
 
     Raises:
@@ -60,34 +67,11 @@ def require_file(path: Path) -> None:
     if path.is_dir():
         raise DataError(f"{path} is a folder: name the files in it")
     if not path.is_file():
-        raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
-
-
-def require_files(paths: Sequence[Path], dead_letters: Path | None = None) -> None:
-    """`require_file` of all of them, before a learner is asked.
-
-    Args:
-        paths: of files that are fed.
-        dead_letters: the file that takes what is no record; None: none does.
-
-    Raises:
-        DataError: some are none, each of which is told.
-        SpecError: one of them would take what is no record.
-    """
-    wrong = list[str]()
-    for path in paths:
-        try:
-            require_file(path)
-        except DataError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise DataError("\n".join(wrong))
-    if dead_letters is not None and dead_letters.exists() and any(map(dead_letters.samefile, paths)):
-        raise SpecError(f"--dead-letters must be another file than those that are fed, got {dead_letters}")
+        raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed -`")
 
 
 @dataclass(frozen=True, slots=True)
-class LinesOfFile:
+class _LinesOfFile:
     """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
 
     Attributes:
@@ -102,7 +86,7 @@ class LinesOfFile:
     follow: bool
     misfit: Misfit = anything
 
-    def held(self, misfit: Misfit) -> LinesOfFile:
+    def held(self, misfit: Misfit) -> _LinesOfFile:
         return replace(self, misfit=misfit)
 
     @property
@@ -114,7 +98,7 @@ class LinesOfFile:
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
         try:
-            require_file(self.path)
+            _require_file(self.path)
             file = self.path.open("rb")
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from None
@@ -128,7 +112,7 @@ class LinesOfFile:
 class _Reading:
     """A file from some place on, to its end or for ever."""
 
-    def __init__(self, of: LinesOfFile, file: BinaryIO, form: Form) -> None:
+    def __init__(self, of: _LinesOfFile, file: BinaryIO, form: Form) -> None:
         self._of, self._file, self._form = of, file, form
         self._at, self._rest, self._before = (
             0,
@@ -201,7 +185,7 @@ class _Reading:
         """Of a record; a stretch begins with what stands before the rest."""
         begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
         check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
-        return position_of(self._at + cut.begin, check)
+        return _position_of(self._at + cut.begin, check)
 
     def _use(self, used: int) -> None:
         """So many bytes of the rest are done with."""
@@ -227,7 +211,7 @@ class _Reading:
             )
         if self._of.follow:
             self._require_same()
-        stretch = await in_thread(self._file.read, _AT_ONCE)
+        stretch = await _in_thread(self._file.read, _AT_ONCE)
         if stretch:
             self._rest += stretch
         elif not self._of.follow:
@@ -267,21 +251,143 @@ class _Reading:
             )
 
 
-def csv_files(paths: Sequence[Path], *, delimiter: str = ",", follow: bool = False) -> list[Part]:
-    """CSV files with a header, in UTF-8.
+@dataclass(frozen=True, slots=True)
+class _RowsOfFile:
+    """A Parquet file. A position is the number of a row, and a checksum of the file's footer.
 
-    Args:
-        paths: each with a name of its own, for that is its source's.
-        delimiter: between values.
-        follow: wait for more at a file's end, and for the end of half a line; else half a line is one.
+    Attributes:
+        path: of the file.
+        parquet: `pyarrow.parquet`.
+        misfit: why columns are not those of records.
+    """
+
+    path: Path
+    parquet: Any
+    misfit: Misfit = anything
+
+    def held(self, misfit: Misfit) -> _RowsOfFile:
+        return replace(self, misfit=misfit)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    async def keep(self, position: int) -> None:
+        """The file stays as it is."""
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        _require_file(self.path)
+        try:
+            if (check := await _in_thread(self._check)) is None:
+                raise DataError(
+                    f"{self.path} must be a Parquet file, which ends in PAR1, got one that does not: "
+                    "--format csv or jsonl takes the others"
+                )
+            file = await _in_thread(self.parquet.ParquetFile, self.path)
+        except (OSError, ValueError) as error:  # its own errors are ValueErrors, and quote no values
+            raise DataError(f"cannot read {self.path} as Parquet: {type(error).__name__}") from None
+        with file:
+            if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
+                raise DataError(f"{self.path} {why}")
+            row = -1 if after < 0 else place_of(after)
+            if after >= 0 and (_position_of(row, check) != after or row >= file.metadata.num_rows):
+                raise DataError(
+                    f"{self.path} is not the file whose records were fed up to row {row}. Put the old one back, or feed this "
+                    "one under another --source, and all of it is learned"
+                )
+            first, groups = _groups_from(file.metadata, row + 1)
+            batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, use_threads=False) if groups else iter(())
+            try:
+                while (batch := await _in_thread(next, batches, None)) is not None:
+                    records = await _in_thread(batch.to_pylist)
+                    numbered = enumerate(records, first)
+                    first += len(records)
+                    found = [Message(record, _position_of(at, check)) for at, record in numbered if at > row]
+                    if found:
+                        yield found
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot read {self.path} from row {first} on: {type(error).__name__}") from None
+
+    def _check(self) -> int | None:
+        """A checksum of the footer, which says where everything is and how much; None: there is none."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 12:
+                return None
+            file.seek(size - 8)
+            length = int.from_bytes(file.read(4), "little")
+            if file.read(4) not in _ENDS:
+                return None
+            file.seek(max(0, size - 8 - length))
+            return zlib.crc32(file.read())
+
+
+def _groups_from(metadata: Any, row: int) -> tuple[int, list[int]]:
+    """Row groups with a row and those after it, and the number of their first row."""
+    begin = 0
+    for group in range(metadata.num_row_groups):
+        end = begin + metadata.row_group(group).num_rows
+        if row < end:
+            return begin, list(range(group, metadata.num_row_groups))
+        begin = end
+    return begin, []
+
+
+def format_of(paths: Sequence[str], given: str | None = None) -> str:
+    """The format of files, by their endings or as it was given.
 
     Raises:
-        DataError: no such delimiter.
+        SpecError: an ending does not say it, or they differ.
     """
-    form = Csv(delimiter)
-    return [LinesOfFile(path, form, follow) for path in paths]
+    found = {each: given or FORMATS.get(Path(each).suffix.lower(), "") for each in paths}
+    if unknown := [each for each, kind in found.items() if not kind]:
+        raise SpecError(
+            f"SOURCE must end in one of {', '.join(FORMATS)}, got {unknown[0]!r}: say its format by --format"
+        )
+    if len(kinds := sorted(set(found.values()))) > 1:
+        raise SpecError(f"SOURCE must be files of one format, got {' and '.join(kinds)}: start a feeder for each")
+    return kinds[0]
 
 
-def jsonl_files(paths: Sequence[Path], *, follow: bool = False) -> list[Part]:
-    """Files with a JSON object on each line; as `csv_files`."""
-    return [LinesOfFile(path, JsonLines(), follow) for path in paths]
+def file_parts(
+    paths: Sequence[Path], kind: str = "", *, delimiter: str = ",", follow: bool = False, apart: Path | None = None
+) -> list[Part]:
+    """Files, each a part by its name. Of Parquet, memory holds a row group's page at a time.
+
+    Args:
+        paths: each with a name of its own.
+        kind: their format, `csv` (with a header, in UTF-8), `jsonl` or `parquet`; empty: as they end.
+        delimiter: between values of CSV.
+        follow: wait for more at the end of lines, and for the end of half a line; else half a line is one.
+        apart: file that must be none of them; None: there is none.
+
+    Raises:
+        DataError: some are no files, each of which is named; or there is no such delimiter.
+        SpecError: one of them is `apart`, or pyarrow is not installed.
+    """
+    wrong = list[str]()
+    for path in paths:
+        try:
+            _require_file(path)
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise DataError("\n".join(wrong))
+    if apart is not None and apart.exists() and any(map(apart.samefile, paths)):
+        raise SpecError(f"--dead-letters must be another file than those that are fed, got {apart}")
+    if (kind := kind or format_of([str(path) for path in paths])) == "parquet":
+        parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
+        return [_RowsOfFile(path, parquet) for path in paths]
+    form = Csv(delimiter) if kind == "csv" else JsonLines()
+    return [_LinesOfFile(path, form, follow) for path in paths]
+
+
+def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> StandardInput:
+    """Standard input, as CSV or JSON lines.
+
+    Raises:
+        SpecError: it has another format.
+    """
+    if kind not in ("csv", "jsonl"):
+        raise SpecError(f"--format of standard input must be csv or jsonl, got {kind}: write it to a file first")
+    return StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)

@@ -1,19 +1,22 @@
-"""Records in a stretch of bytes: lines of JSON, and CSV, whose records may have several lines."""
+"""Records in a stream of bytes, lines of JSON or CSV, and standard input."""
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import os
+import stat
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, Protocol
 
 from sottovoce.data.cells import normal
 from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError
 from sottovoce.yaml_files import format_of
-from sottovoce_client.feeding.fields import NOT_UTF8
-from sottovoce_client.feeding.source import Misfit
+from sottovoce_client.feeding.records import NOT_UTF8, Message, Misfit, Numbered
 
 LONGEST = 1024 * 1024
 """Bytes of a record at most."""
@@ -22,6 +25,8 @@ _DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
 """Those that are usual, as a shell takes them."""
 _MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
+_AT_ONCE = 64 * 1024
+"""Bytes of standard input that are read at once."""
 
 
 def anything(names: Sequence[str]) -> str:
@@ -211,3 +216,72 @@ class Csv:
         except csv.Error:
             return None if record.count(b'"') % 2 else ODD_QUOTES
         return rows[0] if rows else []
+
+
+@dataclass(slots=True)
+class StandardInput:
+    """Lines that come once, and cannot be read again.
+
+    Attributes:
+        name: under which the learner counts them.
+        form: how records are written.
+        position: field that says where a record stands; empty: they are counted on from where the learner stands.
+        file: where they come from.
+        once: what was read and is not fed is lost.
+    """
+
+    name: str
+    form: Form
+    position: str = ""
+    file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
+    once: bool = field(default=True, init=False)
+
+    def held(self, misfit: Misfit) -> StandardInput:
+        return replace(self, form=self.form.anew(misfit))
+
+    async def keep(self, position: int) -> None:
+        """What was read is gone."""
+
+    def _headed(self, rest: bytes, *, ended: bool) -> int | None:
+        try:
+            return self.form.header(rest, whole=ended)
+        except DataError as error:
+            raise DataError(f"standard input {error}") from None
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        numbered = Numbered(self.position, after)
+        more = _reader(self.file)
+        rest, headed, ended = b"", False, False
+        while not ended:
+            stretch = await more()
+            rest, ended = rest + stretch, not stretch
+            if not headed:
+                used = self._headed(rest, ended=ended) if rest else None
+                if used is None:
+                    continue
+                rest, headed = rest[used:], True
+            found, used = self.form.cut(rest, whole=ended)
+            if found:
+                yield [numbered.message(each.body, each.reason) for each in found]
+            rest = rest[used:]
+            if len(rest) > 2 * LONGEST:
+                raise DataError(f"a line of standard input has no end within {2 * LONGEST:,} bytes: these are no lines")
+
+
+def _reader(file: BinaryIO) -> Callable[[], Awaitable[bytes]]:
+    """What reads on, and can be given up while nothing comes; nothing: it has ended."""
+    number, loop = file.fileno(), asyncio.get_running_loop()
+    kind = os.fstat(number).st_mode
+    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(number)):  # a file, which never lets anybody wait
+        return lambda: asyncio.to_thread(os.read, number, _AT_ONCE)
+
+    async def more() -> bytes:
+        ready = asyncio.Event()
+        loop.add_reader(number, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(number)
+        return os.read(number, _AT_ONCE)
+
+    return more

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import quote
 
-from sottovoce.data.cells import normal
-from sottovoce.errors import NotReady
-from sottovoce.optional import import_extra
-from sottovoce_client.feeding.access import SCHEMES, Access
-from sottovoce_client.feeding.broker import NOBODY, REFUSED, Gone, Patience, why_of
-from sottovoce_client.feeding.fields import Unfit, object_of
-from sottovoce_client.feeding.source import Message, Part, Unreadable
-from sottovoce_client.feeding.standard_input import NO_POSITION, whole_number
-from sottovoce_client.feeding.unacknowledged import Unacknowledged
-from sottovoce_rpc.addresses import place_of_url
+from sottovoce.errors import DataError, NotReady
+from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Source
+from sottovoce_client.feeding.records import Message, Numbered
 
 EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
@@ -30,6 +28,8 @@ _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
 _TAKEN_OVER = 0x8E
 _CLOSED = "the connection was closed"
+_MAX_LINES = 4 * 65_536
+"""Maximum number of lines of a state file before it is written anew."""
 
 
 def drive(connection: Any) -> None:
@@ -57,28 +57,32 @@ def drive(connection: Any) -> None:
     turn()
 
 
-class _Link:
+class _Link(Link):
     """A session with a broker; a connection of it after the other."""
 
-    def __init__(self, server: str, topics: Sequence[str], client: str, access: Access, session_s: int) -> None:
-        self._paho = import_extra("paho.mqtt.client", "paho-mqtt", "feeding from MQTT", "feed")
-        self._enums = import_extra("paho.mqtt.enums", "paho-mqtt", "feeding from MQTT", "feed")
-        self._packets = import_extra("paho.mqtt.packettypes", "paho-mqtt", "feeding from MQTT", "feed").PacketTypes
-        self._properties = import_extra("paho.mqtt.properties", "paho-mqtt", "feeding from MQTT", "feed").Properties
-        self._subscribe = import_extra("paho.mqtt.subscribeoptions", "paho-mqtt", "feeding from MQTT", "feed")
-        scheme, self._host, self._port = place_of_url(server, SCHEMES["mqtt"], "--server")
-        self._tls = Access(tls=True).context() if scheme == "mqtts" and access.context() is None else access.context()
-        self._topics, self._client, self._access, self._session_s = list(topics), client, access, session_s
-        self.what = f"MQTT at {self._host}:{self._port}"
-        self.away = (OSError, TimeoutError, ValueError)
+    away = (OSError, TimeoutError, ValueError)
+
+    def __init__(self, at: Source) -> None:
+        super().__init__(at)
+        self._paho, self._enums = MQTT.imported("paho.mqtt.client"), MQTT.imported("paho.mqtt.enums")
+        self._packets = MQTT.imported("paho.mqtt.packettypes").PacketTypes
+        self._properties = MQTT.imported("paho.mqtt.properties").Properties
+        self._subscribe = MQTT.imported("paho.mqtt.subscribeoptions")
+        ((self._host, self._port),), self._tls = at.servers, at.tls()
+        self._topics, self._client, self._access = list(at.names), at.settings["client"], at.access
+        state = None if at.position else at.settings["state"] or _usual_place(self._client)
+        self.noted = Unacknowledged(state, self._client)
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()
         self.dropped = 0
         self._connection: Any = None
         self._answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
+    async def start(self) -> list[BrokerPart]:
+        return [_Session(self, self._client, present=await self.connect())]
+
     async def connect(self) -> bool:
         """On a new connection; whether the broker knows the session."""
-        await self.close()
+        await self._disconnect()
         arrived = asyncio.Queue[Any]()
         connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.arrived = arrived
@@ -148,7 +152,7 @@ class _Link:
 
     def _of_session(self) -> Any:
         found = self._properties(self._packets.CONNECT)
-        found.SessionExpiryInterval, found.ReceiveMaximum = self._session_s, _RECEIVE
+        found.SessionExpiryInterval, found.ReceiveMaximum = self.at.settings["session"], _RECEIVE
         return found
 
     def require(self, reason: Any) -> None:
@@ -161,19 +165,9 @@ class _Link:
         if reason.value == _TAKEN_OVER:
             raise NotReady(f"another feeder has taken over the session of client {self._client!r} with {self.what}")
         if reason.value in _NOT_AUTHORIZED:
-            raise NotReady(REFUSED.format(self.what, str(reason).lower()))
+            raise self.refused(str(reason).lower())
         if reason.is_failure:
             raise ConnectionError(str(reason).lower())
-
-    def why(self, error: BaseException) -> str:
-        """Of a failed call, in a few words.
-
-        Raises:
-            NotReady: no patience helps.
-        """
-        if NOBODY.search(str(error)):
-            raise NotReady(REFUSED.format(self.what, why_of(error))) from None
-        return why_of(error)
 
     def acknowledge(self, mid: int) -> None:
         """A message is kept."""
@@ -181,6 +175,11 @@ class _Link:
             self._connection.ack(mid, 1)
 
     async def close(self) -> None:
+        with contextlib.suppress(*self.away):
+            await self._disconnect()
+        self.noted.close()
+
+    async def _disconnect(self) -> None:
         """End the connection; the session goes on."""
         if self._connection is not None:
             if self._connection.is_connected():
@@ -192,45 +191,41 @@ class _Link:
             connection.loop_write()
 
 
-class _Session:
+class _Session(BrokerPart):
     """Messages of some topics, in the order in which the broker sends them."""
 
-    def __init__(
-        self, link: _Link, name: str, position: str, noted: Unacknowledged, patience_s: float, *, present: bool
-    ) -> None:
-        self.name, self._link, self._field, self._noted = name, link, normal(position), noted
-        self._patience = Patience(link.what, patience_s)
-        self._gone = Gone(f"session {name}")
+    _link: _Link
+
+    def __init__(self, link: _Link, name: str, *, present: bool) -> None:
+        super().__init__(link, name, f"session {name}")
+        self._numbered, self._noted = Numbered(link.at.position, -1, rising=False), link.noted
         self._present: bool | None = present
-        self._last = self._kept = -1
         self._open = dict[int, int]()
         """Positions of messages that are not acknowledged, by packet identifier."""
         self._here = set[int]()
         """Identifiers that came on this connection: only these may be acknowledged on it."""
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        self._last = self._kept = after
+    async def _begin(self, after: int) -> int:
+        self._numbered.last = after
         self._noted.begin(after)
-        while True:
-            try:
-                if self._present is None:
-                    self._present = await self._link.connect()
-                self._renewed(present=self._present)
-                self._patience.subscribed(self.name)
-                while True:
-                    messages = self._taken(await self._arrived())
-                    if self._link.dropped:
-                        self._gone.add(self._link.dropped)
-                        self._link.dropped = 0
-                    if messages:
-                        await self._noted.flush()
-                        yield messages
-            except self._link.away as error:
-                self._present = None
-                await self._patience.away(self._link.why(error))
+        return after
 
-    async def keep(self, position: int) -> None:
-        self._kept = max(self._kept, position)
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+        if self._present is None:
+            self._present = await self._link.connect()
+        present, self._present = self._present, None
+        self._renewed(present=present)
+        self._patience.subscribed(self.name)
+        while True:
+            messages = self._taken(await self._arrived())
+            if self._link.dropped:
+                self._gone.add(self._link.dropped)
+                self._link.dropped = 0
+            if messages:
+                await self._noted.flush()
+                yield messages
+
+    async def _commit(self, position: int) -> None:
         self._noted.keep(position)
         for mid in [mid for mid, at in self._open.items() if at <= position]:
             del self._open[mid]
@@ -272,67 +267,189 @@ class _Session:
                 if each.mid not in self._open:
                     self._link.acknowledge(each.mid)
                 continue
-            message = self._message(each.payload)
+            message = self._numbered.message(each.payload, "" if each.payload else EMPTY)
             if each.qos:
                 self._open[each.mid] = message.position
                 self._noted.note(each.mid, digest, message.position)
             found.append(message)
         return found
 
-    def _message(self, body: bytes) -> Message:
-        """With its position, that its field says, or the next one."""
-        if not self._field:
-            self._last += 1
-            return Message(body, self._last) if body else Unreadable(b"", self._last, EMPTY)
-        try:
-            said = whole_number(object_of(body), self._field)
-        except Unfit as why:
-            return Unreadable(body, self._last, str(why))
-        if said is None:
-            return Unreadable(body, self._last, NO_POSITION)
-        self._last = max(self._last, said)
-        return Message(body, said)
+
+# ---- messages that the broker may send again ---------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def open_mqtt(
-    server: str,
-    topics: Sequence[str],
-    *,
-    client: str = "sottovoce",
-    position: str = "",
-    state: Path | None = None,
-    session_s: int = 7 * 86_400,
-    access: Access = Access(),  # noqa: B008 - it is frozen
-    patience_s: float = 60.0,
-) -> AsyncIterator[list[Part]]:
-    """Topics of a broker that speaks MQTT 5, with QoS 1.
+def _usual_place(client: str) -> Path:
+    """File of a session, in this user's folder for what outlasts a process."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "sottovoce")
+    return folder / f"{quote(client, safe='')}.mqtt"
+
+
+class Unacknowledged:
+    """Messages by their packet identifiers. `begin` comes first.
 
     Args:
-        server: such as `mqtt://host:1883`; with `mqtts` through TLS.
-        topics: perhaps with wildcards.
-        client: identifier of the session, in which the broker keeps what comes while nobody reads: one for each learner.
-        position: field of a message that says where it stands among all that are fed; empty: they are counted on.
-        state: file that says, beyond a feeder's death, what the broker sends again; needless with a field.
-        session_s: how long the broker keeps the session of a feeder that is away.
-        access: user and password.
-        patience_s: how long the broker may be away.
-
-    Raises:
-        NotReady: it refuses these credentials, or the topics.
-        Unavailable: it is away for too long.
+        path: file in which they outlast the feeder; None: they do not.
+        client: whose session they are of.
     """
-    link = _Link(server, topics, client, access, session_s)
-    patience, noted = Patience(link.what, patience_s), Unacknowledged(None if position else state, client)
-    present: bool | None = None
-    try:
-        while present is None:
+
+    def __init__(self, path: Path | None, client: str) -> None:
+        self._path, self._client = path, client
+        self._key = secrets.token_hex(16)
+        self._known = dict[int, tuple[str, int]]()
+        self._file: IO[str] | None = None
+        self._lock: IO[str] | None = None
+        self._lines = 0
+
+    def begin(self, after: int) -> None:
+        """Go on behind a position: what is known of later ones is forgotten, for it will be fed under other positions.
+
+        Raises:
+            DataError: the file is none of ours.
+            NotReady: it cannot be written, or another feeder has it.
+        """
+        kept = after
+        try:
+            self._locked()
+            if self._path is not None and self._path.exists():
+                kept = max(after, self._read(self._path.read_bytes()))
+            self._known = {mid: (digest, -1) for mid, (digest, at) in self._known.items() if at <= kept}
+            self._write_anew()
+        except OSError as error:
+            raise NotReady(f"{self._path} cannot be written: {error.strerror}") from None
+
+    def digest(self, topic: str, body: bytes) -> str:
+        """Of a message, which tells nothing of it without the file."""
+        made = hashlib.blake2b(body, digest_size=16, key=bytes.fromhex(self._key), person=b"mqtt")
+        made.update(topic.encode())
+        return made.hexdigest()
+
+    @property
+    def any(self) -> bool:
+        """Whether messages are known at all."""
+        return bool(self._known)
+
+    def is_known(self, mid: int, digest: str) -> bool:
+        """Whether a message was the last one under its identifier."""
+        return self._known.get(mid, ("", 0))[0] == digest
+
+    def note(self, mid: int, digest: str, position: int) -> None:
+        """A message that will be fed; `flush` before that."""
+        self._known[mid] = digest, position
+        self._put([mid, digest, position])
+
+    def keep(self, position: int) -> None:
+        """Everything up to a position is kept."""
+        self._put([position])
+
+    def forget(self) -> None:
+        """The broker has: identifiers begin anew."""
+        self._known.clear()
+        self._put([])
+
+    async def flush(self) -> None:
+        """What was noted outlasts a loss of power."""
+        if self._file is not None:
+            if self._lines > _MAX_LINES:
+                self._write_anew()
+            self._file.flush()
+            await asyncio.to_thread(os.fsync, self._file.fileno())
+
+    def close(self) -> None:
+        """Nothing is noted any more."""
+        for file in (self._file, self._lock):
+            if file is not None:
+                file.close()
+        self._file = self._lock = None
+
+    # ---- the file: a header, then a line for each note ---------------------------------------------------------------
+
+    def _put(self, entry: list[int | str] | Mapping[str, str]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._lines += 1
+
+    def _read(self, content: bytes) -> int:
+        """What is known; returns the position up to which it was kept."""
+        kept = -1
+        try:
+            header, *lines = [
+                json.loads(line) for line in content.decode().splitlines(keepends=True) if line.endswith("\n")
+            ]
+            if header["client"] != self._client:
+                raise DataError(f"{self._path} is of client {header['client']!r}, and this is {self._client!r}")
+            self._key = str(header["key"])
+            for line in lines:
+                if not line:
+                    self._known.clear()
+                elif len(line) == 1:
+                    kept = max(kept, int(line[0]))
+                else:
+                    self._known[int(line[0])] = str(line[1]), int(line[2])
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise DataError(f"{self._path} is no file that a feeder has written") from None
+        return kept
+
+    def _locked(self) -> None:
+        """Nobody else has the file, until this process ends."""
+        if self._path is not None and self._lock is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._path.with_name(self._path.name + ".lock").open("w")
             try:
-                present = await link.connect()
-            except link.away as error:
-                await patience.away(link.why(error))
-        yield [_Session(link, client, position, noted, patience_s, present=present)]
-    finally:
-        with contextlib.suppress(*link.away):
-            await link.close()
-        noted.close()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.close()
+                if not isinstance(error, BlockingIOError):
+                    raise
+                raise NotReady(
+                    f"another feeder has {self._path}: each needs a ?client= and a ?state= of its own"
+                ) from None
+            self._lock = lock
+
+    def _write_anew(self) -> None:
+        if self._path is None:
+            return
+        if self._file is not None:
+            self._file.close()
+        new = self._path.with_name(self._path.name + ".new")
+        self._file = open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w", encoding="utf-8")  # noqa: SIM115
+        self._put({"client": self._client, "key": self._key})
+        for mid, (digest, position) in self._known.items():
+            self._put([mid, digest, position])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        new.replace(self._path)
+        self._lines = 0
+
+
+MQTT = Feed(
+    name="MQTT",
+    schemes={"mqtt": 1883, "mqtts": 8883},
+    tls=frozenset({"mqtts"}),
+    help="Topics of a broker of MQTT 5, perhaps with wildcards, with QoS 1. --position names a field that counts them all.",
+    examples=(
+        "mqtt://broker:1883/wards/north/#?client=feeder-north",
+        "mqtts://broker/wards/+/north,beds?client=a&session=3600",
+    ),
+    settings=(
+        Setting("client", "Identifier of the session that the broker keeps: one for each feeder.", required=True),
+        Setting(
+            "session",
+            "Seconds for which the broker keeps the session while no feeder is there.",
+            604_800,
+            least=1,
+            most=2**32 - 1,
+        ),
+        Setting(
+            "state",
+            "File that tells, after the feeder's death, which messages the broker sends again; needless with --position.",
+            None,
+            default_help="~/.local/state/sottovoce/CLIENT.mqtt",
+        ),
+    ),
+    modules=("paho.mqtt",),
+    has_positions=True,
+    connect=_Link,
+    path="TOPIC",
+    many=True,
+)
+"""Offered by an entry point."""

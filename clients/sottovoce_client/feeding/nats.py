@@ -13,18 +13,12 @@ import contextlib
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce.errors import DataError, NotReady, SpecError
-from sottovoce.optional import import_extra
-from sottovoce_client.feeding.access import SCHEMES, Access
-from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
-from sottovoce_client.feeding.source import Message, Part, Unreadable
-from sottovoce_rpc.addresses import place_of_url
+from sottovoce.errors import DataError, SpecError
+from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source
+from sottovoce_client.feeding.records import Message, Unreadable
 
 BUCKET, EMPTY = "sottovoce", "an empty message"
 """Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""
@@ -34,36 +28,35 @@ _NO_SUBJECT = 10093
 """Error of JetStream: a filter that is no part of the stream's subjects."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Bookmark:
-    """How far a learner is in a stream, as the bucket has it.
+class _Link(Link):
+    """A connection, made again after it is lost."""
 
-    Attributes:
-        position: stream sequence.
-        created: when the stream was made.
-    """
-
-    position: int
-    created: str
-
-
-class _Link:
-    """A connection, made again when it is lost."""
-
-    def __init__(self, servers: Sequence[str], access: Access, creds: Path | None) -> None:
-        self.client = import_extra("nats.aio.client", "nats-py", "feeding from NATS", "feed")
-        self.errors = import_extra("nats.errors", "nats-py", "feeding from NATS", "feed")
-        self.api_errors = import_extra("nats.js.errors", "nats-py", "feeding from NATS", "feed")
-        places = [place_of_url(each, SCHEMES["nats"], "--server") for each in servers]
-        self._servers = [f"{scheme}://{host}:{port}" for scheme, host, port in places]
-        tls = access.context() or Access(tls=any(scheme == "tls" for scheme, _, _ in places)).context()
-        own = {"user": access.user, "password": access.password} if access.user else {"token": access.password or None}
-        self._options = {**own, "tls": tls, "user_credentials": None if creds is None else str(creds)}
-        self.what = f"NATS at {', '.join(self._servers)}"
+    def __init__(self, at: Source) -> None:
+        super().__init__(at)
+        for name, value, allowed in (
+            ("stream", at.names[0], r"[^\s.*>/\\]+"),
+            ("subject", at.settings["subject"], r"\S*"),
+        ):
+            if not re.fullmatch(allowed, value):
+                raise SpecError(f"a {name} of NATS must be a name as NATS has them, got {value!r}")
+        self.client = NATS.imported("nats.aio.client")
+        self.errors = NATS.imported("nats.errors")
+        self.not_found = NATS.imported("nats.js.errors").NotFoundError
+        self._servers = [f"{at.scheme}://{each}" for each in at.addresses]
+        user, password, creds = at.access.user, at.access.password, at.settings["creds"]
+        own = {"user": user, "password": password} if user else {"token": password or None}
+        self._options = {**own, "tls": at.tls(), "user_credentials": None if creds is None else str(creds)}
         self.away = (self.errors.Error, OSError, TimeoutError)  # an APIError is an Error
         self._connection: Any = None
         self._said = list[BaseException]()
         self._lock = asyncio.Lock()
+
+    async def start(self) -> list[BrokerPart]:
+        await self.jetstream()
+        return [_Stream(self, self.at)]
+
+    def said(self) -> Sequence[object]:
+        return self._said
 
     async def jetstream(self) -> Any:
         """JetStream, on a connection that stands."""
@@ -118,17 +111,6 @@ class _Link:
         if self._connection is None or not self._connection.is_connected:
             raise self.errors.ConnectionClosedError
 
-    def why(self, error: BaseException) -> str:
-        """Of a failed call, in a few words.
-
-        Raises:
-            NotReady: no patience helps: the server knows us not, or we it.
-        """
-        for each in (*self._said, error):
-            if NOBODY.search(str(each)):
-                raise NotReady(REFUSED.format(self.what, why_of(each))) from None
-        return why_of(error)
-
     async def close(self) -> None:
         """Nothing is said or heard any more."""
         if self._connection is not None:
@@ -154,58 +136,38 @@ def _encrypting(client: type[Any]) -> type[Any]:
     return Encrypting
 
 
-class _Stream:
+class _Stream(BrokerPart):
     """A stream, or the messages of some subjects in it: the one part of what is fed."""
 
-    def __init__(self, link: _Link, stream: str, subject: str, group: str, begin: Begin, patience_s: float) -> None:
-        self._link, self._stream, self._subject, self._begin_at = link, stream, subject, begin
-        self.name = f"{stream}/{subject}" if subject else stream
-        self._key = re.sub(r"[^-_a-zA-Z0-9]", lambda found: f"={ord(found[0]):02X}", f"{group}/{self.name}")
-        self._patience = Patience(link.what, patience_s)
-        self._gone = Gone(f"stream {stream}")
+    _link: _Link
+
+    def __init__(self, link: _Link, at: Source) -> None:
+        (self._stream,), self._subject = at.names, at.settings["subject"]
+        name = f"{self._stream}/{self._subject}" if self._subject else self._stream
+        super().__init__(link, name, f"stream {self._stream}")
+        self._key = re.sub(r"[^-_a-zA-Z0-9]", lambda found: f"={ord(found[0]):02X}", f"{at.group}/{self.name}")
         self._created = self._subjects = ""
-        self._due: int | None = None
-        """What the bookmark should say, and does not yet."""
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        begun = False
-        while True:
-            try:
-                if not begun:
-                    after, begun = await self._begin(after), True
-                sub, count = await self._consumer(after), 0
-                self._patience.subscribed(self.name)
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+        sub, count = await self._consumer(after), 0
+        self._patience.subscribed(self.name)
+        looked = after, asyncio.get_running_loop().time()
+        while count >= 0:
+            messages, count = self._in_order(await self._fetched(sub), after, count)
+            self._patience.here()
+            if messages:
+                after = messages[-1].position
+                yield messages
+            if asyncio.get_running_loop().time() > looked[1] + _LOOK_S:
+                await self._look(looked[0])
                 looked = after, asyncio.get_running_loop().time()
-                while count >= 0:
-                    messages, count = self._in_order(await self._fetched(sub), after, count)
-                    self._patience.here()
-                    if messages:
-                        after = messages[-1].position
-                        yield messages
-                    if asyncio.get_running_loop().time() > looked[1] + _LOOK_S:
-                        await self._look(looked[0])
-                        looked = after, asyncio.get_running_loop().time()
-            except self._link.away as error:
-                if getattr(error, "err_code", None) == _NO_SUBJECT:
-                    raise DataError(
-                        f"stream {self._stream} has messages of {self._subjects}: {self._subject} is none of them, nor part "
-                        "of one"
-                    ) from None
-                await self._patience.away(self._link.why(error))
 
-    async def keep(self, position: int) -> None:
-        self._due = position
-        with contextlib.suppress(
-            *self._link.away
-        ):  # a later one says more, and a learner's own position is what counts
-            async with asyncio.timeout(_CALL_S):
-                await self._mark(position)
-                self._due = None
-
-    async def close(self) -> None:
-        """The bookmark stands where the learner does, if the server is there."""
-        if self._due is not None:
-            await self.keep(self._due)
+    def _why(self, error: BaseException) -> str:
+        if getattr(error, "err_code", None) == _NO_SUBJECT:
+            raise DataError(
+                f"{self._what} has messages of {self._subjects}: {self._subject} is none of them, nor part of one"
+            ) from None
+        return super()._why(error)
 
     # ---- where to begin ----------------------------------------------------------------------------------------------
 
@@ -213,15 +175,16 @@ class _Stream:
         """Position behind which to read, of a stream that is the one it was."""
         info, bookmark = await self._info(), await self._bookmark()
         self._created, self._subjects = str(info["created"]), ", ".join(info["config"].get("subjects") or ())
-        same = bookmark is not None and bookmark.created == self._created
+        same = bookmark is not None and bookmark[1] == self._created
         if after >= 0 and bookmark is not None and not same:
             raise self._anew(f"the learner has its message {after}, of one that was made at another time")
         if after < 0:
             oldest = max(0, info["state"]["first_seq"] - 1)
-            committed = bookmark.position if bookmark is not None and same else oldest
-            after = {"committed": committed, "start": oldest, "new": info["state"]["last_seq"]}[self._begin_at]
+            committed = bookmark[0] if bookmark is not None and same else oldest
+            begins = {"committed": committed, "start": oldest, "new": info["state"]["last_seq"]}
+            after = begins[self._link.at.settings["from"]]
         if not same:
-            await self._mark(after)
+            await self._commit(after)
         return after
 
     async def _info(self) -> dict[str, Any]:
@@ -247,17 +210,12 @@ class _Stream:
         if self._subject and (gone := info["state"]["first_seq"] - 1 - after) > 0:
             self._gone.add(gone, at_most=True)  # some may be of other subjects
 
-    def _anew(self, why: str) -> DataError:
-        return DataError(
-            f"stream {self._stream} is not the one it was: {why}. Feed what it has now under another --source"
-        )
-
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     async def _consumer(self, after: int) -> Any:
         """A consumer of the server's that begins behind a position."""
         await self._look(after)
-        api, js = import_extra("nats.js.api", "nats-py", "feeding from NATS", "feed"), await self._link.jetstream()
+        api, js = NATS.imported("nats.js.api"), await self._link.jetstream()
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=after + 1,
@@ -294,70 +252,48 @@ class _Stream:
 
     async def _bucket(self) -> Any:
         """Of the bookmarks, made where it is not there yet."""
-        js, errors = await self._link.jetstream(), self._link.api_errors
+        js = await self._link.jetstream()
         try:
             return await js.key_value(BUCKET)
-        except errors.NotFoundError:
+        except self._link.not_found:
             return await js.create_key_value(bucket=BUCKET)
 
-    async def _bookmark(self) -> _Bookmark | None:
+    async def _bookmark(self) -> tuple[int, str] | None:
+        """The position that is kept, and when the stream was made; None: there is no bookmark."""
         try:
             entry = await (await self._bucket()).get(self._key)
-        except self._link.api_errors.NotFoundError:
+        except self._link.not_found:
             return None
         try:
-            return _Bookmark(**json.loads(entry.value or b""))
-        except (ValueError, TypeError):
+            found = json.loads(entry.value or b"")
+            return found["position"], found["created"]
+        except (ValueError, TypeError, KeyError):
             raise DataError(f"key {self._key} of bucket {BUCKET} is no bookmark of a feeder") from None
 
-    async def _mark(self, position: int) -> None:
+    async def _commit(self, position: int) -> None:
         text = json.dumps({"position": position, "created": self._created})
-        await (await self._bucket()).put(self._key, text.encode())
+        async with asyncio.timeout(_CALL_S):
+            await (await self._bucket()).put(self._key, text.encode())
 
 
-@asynccontextmanager
-async def open_nats(
-    servers: Sequence[str],
-    stream: str,
-    subject: str = "",
-    *,
-    group: str = "sottovoce",
-    begin: Begin = "committed",
-    access: Access = Access(),  # noqa: B008 - it is frozen
-    creds: Path | None = None,
-    patience_s: float = 60.0,
-) -> AsyncIterator[list[Part]]:
-    """A stream of NATS JetStream, whose retention is by limits.
-
-    Args:
-        servers: such as `nats://host:4222`; one of them is enough.
-        stream: its name.
-        subject: messages of this one alone, perhaps with wildcards; empty: all, and what is gone is counted exactly.
-        group: what the bookmark is kept under: one for each learner.
-        begin: where, if the learner has no record of it in this run.
-        access: user and password, or a password alone, which is a token.
-        creds: file with a user's JWT and seed.
-        patience_s: how long the server may be away.
-
-    Raises:
-        SpecError: that is no stream, or no address.
-        NotReady: the server refuses these credentials, or speaks no TLS.
-        Unavailable: it is away for too long.
-    """
-    for each, what in ((stream, "stream"), (subject, "subject")):
-        if re.search(r"\s", each) or (each is stream and not re.fullmatch(r"[^.*>/\\]+", each)):
-            raise SpecError(f"a {what} of NATS must be a name as NATS has them, got {each!r}")
-    link = _Link(servers, access, creds)
-    patience = Patience(link.what, patience_s)
-    part = _Stream(link, stream, subject, group, begin, patience_s)
-    try:
-        while True:
-            try:
-                await link.jetstream()
-                break
-            except link.away as error:
-                await patience.away(link.why(error))
-        yield [part]
-    finally:
-        await part.close()
-        await link.close()
+NATS = Feed(
+    name="NATS",
+    schemes={"nats": 4222, "tls": 4222},
+    tls=frozenset({"tls"}),
+    help="A stream of NATS JetStream with retention by limits, each record once. A password without a user is a token.",
+    examples=(
+        "nats://broker:4222/WARDS?subject=wards.north&group=north",
+        "tls://one:4222,two:4222/WARDS?creds=north.creds",
+    ),
+    settings=(
+        Setting("subject", "Messages of this subject alone, perhaps with wildcards.", default_help="all of the stream"),
+        FROM,
+        GROUP,
+        Setting("creds", "File with a user's JWT and seed.", None),
+    ),
+    modules=("nats",),
+    connect=_Link,
+    path="STREAM",
+    cluster=True,
+)
+"""Offered by an entry point."""

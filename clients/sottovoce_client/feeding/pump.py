@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +20,8 @@ import structlog
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
-from sottovoce_client.feeding.fields import Fields, map_of
-from sottovoce_client.feeding.sieve import Sieve, Sifted
-from sottovoce_client.feeding.source import Message, Part, Tabular
-from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.feeding.progress import Account, Tally, Work
+from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Sifted, Tabular, map_of
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
@@ -152,7 +150,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         account.tallies = [Tally(source) for source in sources]
         parts = [part.held(sieve.fields.misfit) if isinstance(part, Tabular) else part for part in parts]
         pumps = [
-            Pump(part, learner, sieve, dead, tally)
+            _Pump(part, learner, sieve, dead, tally)
             for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
         ]
         once = any(getattr(part, "once", False) for part in parts)
@@ -167,6 +165,22 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
             raise Unavailable(
                 f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
             )
+
+
+def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms) -> Work:
+    """The work of feeding parts.
+
+    Args:
+        opened: gives them, open.
+        target, terms: as of `feed`.
+    """
+
+    async def work(account: Account, stop: asyncio.Event) -> None:
+        account.awaited = "the broker"  # files are there
+        async with opened as parts:
+            await feed(parts, target, terms, account, stop)
+
+    return work
 
 
 async def _all(
@@ -244,7 +258,7 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
         return working.result() if working.done() else None
 
 
-class Pump:
+class _Pump:
     """One part into the learner.
 
     Args:

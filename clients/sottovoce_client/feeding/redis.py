@@ -7,18 +7,13 @@ consumer group of the stream, as its last delivered id, with how many entries we
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from sottovoce.errors import DataError, NotReady
-from sottovoce.optional import import_extra
-from sottovoce_client.feeding.access import SCHEMES, Access
-from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
-from sottovoce_client.feeding.source import Message, Part, Unreadable
-from sottovoce_rpc.addresses import place_of_url
+from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
+from sottovoce_client.feeding.records import Message, Unreadable
 
 NOT_UTF8, NO_FIELD = "an entry that is not UTF-8", "an entry without the field that holds records"
 _SEQUENCE_BITS, _POSITION_BITS = 20, 63
@@ -45,109 +40,94 @@ def id_of(position: int) -> str:
     return f"{position >> _SEQUENCE_BITS}-{position & ((1 << _SEQUENCE_BITS) - 1)}"
 
 
-class _Link:
+class _Link(Link):
     """A client, which connects for each call that finds no connection."""
 
-    def __init__(self, server: str, database: int, access: Access) -> None:
-        redis = import_extra("redis.asyncio", "redis", "feeding from Redis", "feed")
-        retry = import_extra("redis.asyncio.retry", "redis", "feeding from Redis", "feed")
-        backoff = import_extra("redis.backoff", "redis", "feeding from Redis", "feed")
-        self.errors = import_extra("redis.exceptions", "redis", "feeding from Redis", "feed")
-        scheme, host, port = place_of_url(server, SCHEMES["redis"], "--server")
-        tls = dict[str, Any]()
-        if scheme == "rediss" or access.context() is not None:
+    def __init__(self, at: Source) -> None:
+        super().__init__(at)
+        redis, retry = REDIS.imported("redis.asyncio"), REDIS.imported("redis.asyncio.retry")
+        self.errors = REDIS.imported("redis.exceptions")
+        access, ((host, port),), tls = at.access, at.servers, dict[str, Any]()
+        if at.tls() is not None:
             files = {"ssl_ca_certs": access.ca, "ssl_certfile": access.certificate, "ssl_keyfile": access.key}
             tls = {"ssl": True, "ssl_check_hostname": True}
             tls |= {name: str(path) for name, path in files.items() if path is not None}
-        self.what = f"Redis at {host}:{port}"
         self.away = (self.errors.ConnectionError, self.errors.TimeoutError, OSError, TimeoutError)
+        self.refusals = (self.errors.AuthenticationError, self.errors.AuthorizationError)
         self.client: Any = redis.Redis(
             host=host,
             port=port,
-            db=database,
+            db=at.settings["database"],
             username=access.user or None,
             password=access.password or None,
             socket_timeout=_CALL_S,
             socket_connect_timeout=_CALL_S,
-            retry=retry.Retry(backoff.NoBackoff(), 0),
+            retry=retry.Retry(REDIS.imported("redis.backoff").NoBackoff(), 0),
             **tls,
         )
 
-    def why(self, error: BaseException) -> str:
-        """Of a failed call, in a few words.
+    async def start(self) -> list[BrokerPart]:
+        try:
+            await self.client.ping()
+        except self.errors.ResponseError as error:
+            raise self.refused(error) from None
+        return [_Stream(self, key) for key in self.at.names]
 
-        Raises:
-            NotReady: no patience helps.
-        """
-        refusals = (self.errors.AuthenticationError, self.errors.AuthorizationError)
-        if isinstance(error, refusals) or NOBODY.search(str(error)):
-            raise NotReady(REFUSED.format(self.what, why_of(error))) from None
-        return why_of(error)
+    async def close(self) -> None:
+        await self.client.aclose()
 
 
-class _Stream:
+class _Stream(BrokerPart):
     """A stream."""
 
-    def __init__(self, link: _Link, key: str, field: str, group: str, begin: Begin, patience_s: float) -> None:
-        self.name, self._link, self._group, self._begin_at = key, link, group, begin
-        self._field = field.encode()
-        self._patience = Patience(link.what, patience_s)
-        self._gone = Gone(f"stream {key}")
+    _link: _Link
+
+    def __init__(self, link: _Link, key: str) -> None:
+        super().__init__(link, key, f"stream {key}")
+        self._group, self._begin_at = link.at.group, link.at.settings["from"]
+        self._field = link.at.settings["field"].encode()
         self._read: int | None = None
-        """Entries that the stream ever had, up to the last one that was read; None: nobody knows."""
+        """Entries that the stream ever had, up to the last one that was read; None: the number is not known."""
         self._exactly = True
         self._unkept = deque[tuple[int, int | None]]()
         self._kept: tuple[int, int | None] | None = None
 
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        begun = False
-        while True:
-            try:
-                if not begun:
-                    after, begun = await self._begin(after), True
-                await self._look(after)
-                self._patience.subscribed(self.name)
-                looked = asyncio.get_running_loop().time()
-                while asyncio.get_running_loop().time() < looked + _LOOK_S:
-                    found = await self._link.client.xread({self.name: id_of(after)}, count=_BATCH, block=_BLOCK_MS)
-                    self._patience.here()
-                    if found:
-                        messages = self._messages(_entries(found))
-                        after = messages[-1].position
-                        yield messages
-            except self._link.errors.ResponseError as error:
-                raise self._refused(error) from None
-            except self._link.away as error:
-                await self._patience.away(self._link.why(error))
+    async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
+        try:
+            await self._look(after)
+            self._patience.subscribed(self.name)
+            looked = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() < looked + _LOOK_S:
+                found = await self._link.client.xread({self.name: id_of(after)}, count=_BATCH, block=_BLOCK_MS)
+                self._patience.here()
+                if found:
+                    messages = self._messages(_entries(found))
+                    after = messages[-1].position
+                    yield messages
+        except self._link.errors.ResponseError as error:
+            raise self._refused(error) from None
 
-    async def keep(self, position: int) -> None:
+    async def _commit(self, position: int) -> None:
         while self._unkept and self._unkept[0][0] <= position:
             self._kept = self._unkept.popleft()
-        with contextlib.suppress(
-            *self._link.away
-        ):  # a later one says more, and a learner's own position is what counts
-            await self._say()
-
-    async def close(self) -> None:
-        """The group stands where the learner does, if the server is there."""
-        with contextlib.suppress(*self._link.away, DataError, NotReady):
-            await self._say()
-
-    async def _say(self) -> None:
-        """The group stands where the learner does."""
-        if self._kept is not None:
-            (position, read), kept = self._kept, self._kept
-            try:
-                await self._link.client.xgroup_setid(self.name, self._group, id_of(position), entries_read=read)
-            except self._link.errors.ResponseError as error:
-                raise self._refused(error) from None
-            if self._kept == kept:
-                self._kept = None
+        if self._kept is None:
+            return
+        try:
+            at, read = self._kept
+            await self._link.client.xgroup_setid(self.name, self._group, id_of(at), entries_read=read)
+        except self._link.errors.ResponseError as error:
+            raise self._refused(error) from None
 
     # ---- where to begin ----------------------------------------------------------------------------------------------
 
     async def _begin(self, after: int) -> int:
         """Position behind which to read, in a stream that is the one it was."""
+        try:
+            return await self._begun(after)
+        except self._link.errors.ResponseError as error:
+            raise self._refused(error) from None
+
+    async def _begun(self, after: int) -> int:
         group, info = await self._standing()
         if group is None and after >= 0:
             raise self._anew(f"the learner has its entry {id_of(after)}, and group {self._group} is not there")
@@ -205,15 +185,10 @@ class _Stream:
             self._gone.add(read - self._read, at_most=not self._exactly)
         self._read = read
 
-    def _anew(self, why: str) -> DataError:
-        return DataError(
-            f"stream {self.name} is not the one it was: {why}. Feed what it has now under another --source"
-        )
-
     def _refused(self, error: BaseException) -> DataError | NotReady:
         """What Redis has answered, as ours."""
         if isinstance(error, self._link.errors.NoPermissionError):
-            return NotReady(REFUSED.format(self._link.what, why_of(error)))
+            return self._link.refused(error)
         if str(error).startswith("NOGROUP") or "key to exist" in str(error) or "no such key" in str(error):
             return self._anew("it was deleted")
         return DataError(f"{self._link.what} cannot give stream {self.name}: {why_of(error)}")
@@ -246,48 +221,23 @@ def _entries(found: Any) -> Sequence[tuple[bytes, Mapping[bytes, bytes] | None]]
     return list(entries)
 
 
-@asynccontextmanager
-async def open_redis(
-    server: str,
-    streams: Sequence[str],
-    *,
-    field: str = "",
-    group: str = "sottovoce",
-    begin: Begin = "committed",
-    database: int = 0,
-    access: Access = Access(),  # noqa: B008 - it is frozen
-    patience_s: float = 60.0,
-) -> AsyncIterator[list[Part]]:
-    """Streams of Redis, version 7 or newer.
-
-    Args:
-        server: such as `redis://host:6379`; with `rediss` through TLS.
-        streams: keys, each a part.
-        field: of an entry, that holds a JSON object; empty: an entry's fields are the record's.
-        group: consumer group that says how far a learner is: one for each learner.
-        begin: where, if the learner has no record of a stream in this run.
-        database: number.
-        access: user and password, or a password alone.
-        patience_s: how long the server may be away.
-
-    Raises:
-        NotReady: the server refuses these credentials.
-        Unavailable: it is away for too long.
-    """
-    link = _Link(server, database, access)
-    patience = Patience(link.what, patience_s)
-    parts = [_Stream(link, key, field, group, begin, patience_s) for key in streams]
-    try:
-        while True:
-            try:
-                await link.client.ping()
-                break
-            except link.errors.ResponseError as error:
-                raise NotReady(REFUSED.format(link.what, why_of(error))) from None
-            except link.away as error:
-                await patience.away(link.why(error))
-        yield list(parts)
-    finally:
-        for part in parts:
-            await part.close()
-        await link.client.aclose()
+REDIS = Feed(
+    name="Redis",
+    schemes={"redis": 6379, "rediss": 6379},
+    tls=frozenset({"rediss"}),
+    help="Streams of Redis 7 or newer, each record once. A URL names keys, and each is a source.",
+    examples=("redis://broker:6379/ward-3?group=north", "rediss://broker/ward-3,ward-4?field=record&from=new"),
+    settings=(
+        Setting(
+            "field", "Field of an entry that holds a JSON object.", default_help="an entry's fields are the record's"
+        ),
+        Setting("database", "Number of the database.", 0),
+        FROM,
+        GROUP,
+    ),
+    modules=("redis",),
+    connect=_Link,
+    path="STREAM",
+    many=True,
+)
+"""Offered by an entry point."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, Unavailable
-from sottovoce_client.feeding.fields import Unfit
+from sottovoce_client.feeding.broker import Feed, Setting
+from sottovoce_client.feeding.progress import Account, Tally
 from sottovoce_client.feeding.pump import WAITING, Target, Terms, until_over
-from sottovoce_client.feeding.sieve import Sieve
-from sottovoce_client.feeding.standard_input import NO_POSITION, whole_number
-from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.feeding.records import NO_POSITION, Sieve, Unfit, whole_number
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
@@ -23,6 +22,25 @@ MOST_SOURCES = 64
 _MOST_TALLIES, _OTHERS = 1_024, "others"
 
 WhenFull = Literal["wait", "reject"]
+
+
+HTTP = Feed(
+    name="HTTP",
+    schemes={"http": 7490, "https": 7490},
+    tls=frozenset({"https"}),
+    help="Records that clients POST to /records at this address, as JSON; they are answered when the learner has kept them. "
+    "Other addresses than this machine's own need https, --tls-cert, --tls-key and --token-file, or --insecure.",
+    examples=("http://127.0.0.1:7490", "https://0.0.0.0:7490?when-full=reject"),
+    settings=(
+        Setting(
+            "when-full", "Whether a request that finds no room waits, or is refused (429).", "wait", ("wait", "reject")
+        ),
+        Setting("max-bytes", "Maximum size of a request, in bytes.", 1024 * 1024, least=1),
+    ),
+    modules=("starlette", "uvicorn"),
+    has_positions=True,
+)
+"""The feed that listens at its URL."""
 
 
 class Full(Exception):
@@ -38,7 +56,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class _Taken:
     """Records that the learner has in keeping.
 
     Attributes:
@@ -101,7 +119,7 @@ class Sinks:
         for source in list(self._sinks):
             await self._close(source)
 
-    async def take(self, source: str, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None) -> Taken:
+    async def take(self, source: str, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None) -> _Taken:
         """Feed records, all or none, and come back when they are in keeping.
 
         Args:
@@ -131,7 +149,7 @@ class Sinks:
                 await self._release(len(records))
             sink.tally.fed += new
             sink.tally.again += len(records) - new
-            return Taken(places[0], places[-1], new)
+            return _Taken(places[0], places[-1], new)
         except (Unavailable, NotReady):
             await self._forget(sink)
             raise

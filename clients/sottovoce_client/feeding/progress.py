@@ -1,29 +1,106 @@
-"""How feeding goes on, for people and for logs: counts and reasons, and never what stands in a record."""
+"""A feeder at work: counts of messages, the display and the log of them, signals and the exit code.
+
+Counts and reasons are shown, and never the contents of a record.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sottovoce_client.feeding.tally import Account
+from sottovoce.errors import SottovoceError
+from sottovoce_client import terminal
 from sottovoce_client.wording import count, duration, number, plural
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
 from sottovoce_rpc.tasks import beside
 
 log = structlog.get_logger()
-
 LIVE_S, LOG_S = 0.25, 10.0
 MOST_REASONS = 8
 
 
-class Speed:
+@dataclass(slots=True)
+class Tally:
+    """Of one source, since this feeder began.
+
+    Attributes:
+        source: under which the learner counts its records.
+        fed: records that the learner has in keeping.
+        again: messages that came a second time, and were passed over.
+        waiting: messages that were read and are neither fed nor refused yet.
+        refused: messages that are no records of the run, by reason.
+        written: how many of those were in the dead-letter file before.
+    """
+
+    source: str
+    fed: int = 0
+    again: int = 0
+    waiting: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    written: int = 0
+
+
+@dataclass(slots=True)
+class Account:
+    """Of all sources of a feeder.
+
+    Attributes:
+        tallies: one for each source.
+        run_id: that is fed; empty: no learner has been reached yet.
+        status: of the learner, when it was last asked; None: it does not answer.
+        awaited: what must be there before anything is fed.
+        kept: what becomes of refused messages, as "written to a file"; empty: they are dropped.
+    """
+
+    tallies: list[Tally] = field(default_factory=list)
+    run_id: str = ""
+    awaited: str = "the learner to be in a run"
+    status: LearnerStatus | None = None
+    kept: str = ""
+
+    @property
+    def fed(self) -> int:
+        """Records that the learner has in keeping."""
+        return sum(each.fed for each in self.tallies)
+
+    @property
+    def again(self) -> int:
+        """Messages that came a second time."""
+        return sum(each.again for each in self.tallies)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that were read, and are on their way."""
+        return sum(each.waiting for each in self.tallies)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """By reason."""
+        return sum((each.refused for each in self.tallies), Counter())
+
+    @property
+    def dropped(self) -> int:
+        """Refused messages that are kept nowhere."""
+        return 0 if self.kept else self.refused.total()
+
+
+Work = Callable[[Account, asyncio.Event], Coroutine[Any, Any, None]]
+"""Feeds, and counts in the account, until it is done or the event is set."""
+
+
+class _Speed:
     """Records per second over the last looks."""
 
     def __init__(self) -> None:
@@ -37,7 +114,7 @@ class Speed:
 
 
 @asynccontextmanager
-async def shown(account: Account, console: Console) -> AsyncIterator[None]:
+async def _shown(account: Account, console: Console) -> AsyncIterator[None]:
     """Show it while the block lasts: a display on a terminal, else a line of the log every so often."""
     if not console.is_terminal:
         async with beside(_log(account)):
@@ -49,14 +126,14 @@ async def shown(account: Account, console: Console) -> AsyncIterator[None]:
 
 
 async def _display(account: Account, live: Live) -> None:
-    speed = Speed()
+    speed = _Speed()
     while True:
         live.update(picture(account, speed.look(account.fed)), refresh=True)
         await asyncio.sleep(LIVE_S)
 
 
 async def _log(account: Account) -> None:
-    speed = Speed()
+    speed = _Speed()
     speed.look(0)
     while True:
         await asyncio.sleep(LOG_S)
@@ -117,7 +194,7 @@ def _reasons(account: Account) -> Iterator[Text]:
         yield Text(f"  … {plural(len(refused) - MOST_REASONS, 'other reason')}")
 
 
-def print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
+def _print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
     """What feeding came to; where it failed, an error says why."""
     for line in _summary(account, seconds, failed=failed):
         console.print(line, soft_wrap=True)
@@ -152,3 +229,56 @@ def _summary(account: Account, seconds: float, *, failed: bool = False) -> Itera
 
 def _were(value: int) -> str:
     return "was" if value == 1 else "were"
+
+
+def conduct(work: Work, log_level: str = "info") -> int:
+    """Feed, show, summarise; returns the exit code.
+
+    The first Ctrl-C or SIGTERM sets the event that the work was given, the second one cancels it.
+
+    Args:
+        work: feeds, and counts in an account, until it is done or the event is set.
+        log_level: of what is logged where there is no terminal.
+
+    Returns:
+        0: it ended, and all that was read was fed or written down. 1: some messages were dropped. 2: a bug. 130: it was forced.
+
+    Raises:
+        SottovoceError, OSError: what it failed of.
+    """
+    configure_logs(log_level)
+    try:
+        return asyncio.run(_conducted(work))
+    except (SottovoceError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
+        log.critical("bug", **failure(error))
+        return 2
+
+
+async def _conducted(work: Work) -> int:
+    account, console, begun = Account(), terminal.console(), time.monotonic()
+    stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    tell_no_texts(loop)
+
+    def tell() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, tell)
+    failed = True  # in a line that follows
+    try:
+        async with _shown(account, console):
+            await work(account, stop)
+        failed = False
+    except asyncio.CancelledError:
+        return 130
+    finally:
+        _print_summary(account, time.monotonic() - begun, console, failed=failed)
+        if not failed:
+            terminal.tell(lambda: facts_of(account))
+        if not console.is_terminal and account.run_id:
+            log.info("fed", **facts_of(account))
+    return 1 if account.dropped else 0

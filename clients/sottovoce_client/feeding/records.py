@@ -1,0 +1,377 @@
+"""Messages of a source, the records of a run in them, and why the others are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from sottovoce.arrays import BoolArray
+from sottovoce.data.cells import normal
+from sottovoce.data.encoding import UNDECLARED, Encoded
+from sottovoce.data.files import misfit
+from sottovoce.data.live import LiveRecords
+from sottovoce.data.spec import Schema
+from sottovoce.errors import SpecError
+
+NO_POSITION = "its position: not a whole number above the one before it"
+NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
+WITHOUT_SCHEMA = ("features", "label")
+"""Fields of a record in a run without a schema: a list of numbers, and a number."""
+NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One record, as it came.
+
+    Attributes:
+        body: fields and their values, or the bytes of a JSON object.
+        position: where it stands in its part, 0 or above.
+    """
+
+    body: Mapping[str, Any] | bytes
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Message):
+    """What stands where a record should, and is none.
+
+    Attributes:
+        reason: why, in words that quote nothing of it.
+    """
+
+    reason: str
+
+
+Misfit = Callable[[Sequence[str]], str]
+"""Why names of columns are not those of a run's records; empty: they are."""
+
+
+class Part(Protocol):
+    """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
+
+    Attributes:
+        name: that tells it from the other parts of what is fed; the same whenever the same is fed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        """Messages, positions ascending, a few at a time, as they come; it ends where nothing more can come.
+
+        Args:
+            after: position of the last one that the learner has; -1: it has none in this run.
+
+        Raises:
+            Unavailable: the source is away for too long.
+            DataError: what was there is not there any more, or is another.
+        """
+        ...
+
+    async def keep(self, position: int) -> None:
+        """Everything up to a position is in the learner's keeping: the source may forget it."""
+        ...
+
+
+@runtime_checkable
+class Tabular(Protocol):
+    """A part whose messages all have the same fields, its columns: they are known before the first message."""
+
+    def held(self, misfit: Misfit) -> Self:
+        """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
+        ...
+
+
+class Unfit(Exception):
+    """A message is no record; its text says why, and quotes nothing."""
+
+
+def map_of(text: str) -> tuple[str, tuple[str, ...]]:
+    """A field, and where it stands, of `FIELD=PATH`.
+
+    Raises:
+        SpecError: it is no such text.
+    """
+    name, equals, path = text.partition("=")
+    steps = tuple(map(normal, path.split(".")))
+    if not equals or not all((normal(name), *steps)):
+        raise SpecError(f"--map must be FIELD=PATH, as age=patient.age, got {text!r}")
+    return normal(name), steps
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Which field of a record stands where in a message. `Fields.of` makes one.
+
+    Attributes:
+        paths: of fields that a map names, each to the names that lead there.
+        known: fields that may stand in a message under their own names.
+        ignore_unknown: leave out all others, in place of refusing the message.
+        position: field that says where a message stands in its source, and is no field of the record; empty: there is none.
+        own: fields of a record.
+    """
+
+    paths: Mapping[str, tuple[str, ...]]
+    known: frozenset[str]
+    ignore_unknown: bool = False
+    position: str = ""
+    own: tuple[str, ...] = ()
+    _places: Mapping[tuple[str, ...], list[str]] = field(default_factory=dict, repr=False)
+    """Fields that a map names, by where they may stand: nested, or under the whole path as a name."""
+    _reached: frozenset[tuple[str, ...]] = field(default=frozenset(), repr=False)
+    """Objects into which a map leads."""
+
+    @classmethod
+    def of(
+        cls, schema: Schema | None, maps: Iterable[str] = (), *, ignore_unknown: bool = False, position: str = ""
+    ) -> Fields:
+        """Fields of a run's records.
+
+        Args:
+            schema: of the run; None: a record is a list of `features` and a `label`.
+            maps: `FIELD=PATH`, where a path's names have dots between them.
+            ignore_unknown, position: as the attributes.
+
+        Raises:
+            SpecError: a map is none, names a field that records do not have, or one twice.
+        """
+        own: tuple[str, ...] = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
+        paths = dict[str, tuple[str, ...]]()
+        for each in maps:
+            name, steps = map_of(each)
+            if name not in own:
+                raise SpecError(
+                    f"--map names a field that the run's records do not have: {name!r}; they have {list(own)}"
+                )
+            if name in paths:
+                raise SpecError(f"--map says twice where {name!r} is: once is enough")
+            paths[name] = steps
+        places = dict[tuple[str, ...], list[str]]()
+        for name, steps in paths.items():
+            for place in {steps, (".".join(steps),)}:
+                places.setdefault(place, []).append(name)
+        ignored = () if schema is None else schema.ignored
+        reached = frozenset(steps[:n] for steps in paths.values() for n in range(1, len(steps)))
+        known = frozenset((*own, *ignored)) - paths.keys()
+        return cls(paths, known, ignore_unknown, normal(position), own, places, reached)
+
+    def misfit(self, columns: Sequence[str]) -> str:
+        """Why messages with these columns, by their names as they are compared, are no records; empty: they may be."""
+        there = set(columns)
+        places = {name: {name} for name in self.own if name not in self.paths}
+        for name, steps in self.paths.items():  # a column of the whole path, or an object that has the field
+            places[f"{name}={'.'.join(steps)}"] = {".".join(steps), steps[0]}
+        wanted = {name: bool(there & here) for name, here in places.items()}
+        if self.own == WITHOUT_SCHEMA and not all(wanted.values()):
+            return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
+        allowed = {*self.known, self.position}.union(*places.values(), there if self.ignore_unknown else ())
+        return misfit(
+            there, wanted, allowed, "--map FIELD=COLUMN says where a field stands, --ignore-unknown leaves others out"
+        )
+
+    def record(self, body: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+        """A message's record, by the fields' own names; what a map does not find is left out.
+
+        Raises:
+            Unfit: it is no object, or has a field that nobody knows, or one twice.
+        """
+        message = _object_of(body) if isinstance(body, bytes) else body
+        if not (self.paths or self.ignore_unknown or self.position):
+            return message  # the schema's encoder says the same of it, faster
+        found = dict[str, Any]()
+        self._take(message, (), found)
+        return found
+
+    def _take(self, message: Mapping[Any, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
+        """What stands in an object, and in those below it into which a map leads."""
+        for given, value in message.items():
+            here = (*at, normal(given) if isinstance(given, str) else "")
+            names = self._places.get(here, [])
+            into = here in self._reached and isinstance(value, Mapping | None)
+            if into and value is not None:
+                self._take(value, here, found)
+            if not names and not at and here[0] in self.known:
+                names = list(here)
+            if found.keys() & set(names):
+                raise Unfit(TWICE)
+            if not (names or into or self.ignore_unknown or here == (self.position,)):
+                raise Unfit(UNDECLARED)
+            found |= dict.fromkeys(names, value)
+
+
+def whole_number(record: Mapping[str, Any], name: str) -> int | None:
+    """What a field says, as a number or its digits; None: it says no position."""
+    value = next((value for given, value in record.items() if normal(given) == name), None)
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
+        value = int(value)
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return value if fits else None
+
+
+@dataclass(slots=True)
+class Numbered:
+    """Positions of messages that come in a stream.
+
+    Attributes:
+        field: that has the position; empty: positions are counted on.
+        last: the highest so far; where they are counted on, it begins with the learner's.
+        rising: whether a position at or below the last one is refused.
+    """
+
+    field: str
+    last: int
+    rising: bool = True
+
+    def __post_init__(self) -> None:
+        self.field = normal(self.field)
+        self.last = -1 if self.field and self.rising else self.last
+
+    def message(self, body: Mapping[str, Any] | bytes, reason: str = "") -> Message:
+        """A message with its position. One whose field has none is no record, and stands where the one before it does.
+
+        Args:
+            body: of the message.
+            reason: why it cannot be read; empty: it can.
+        """
+        if not self.field:
+            self.last += 1
+            return Unreadable(body, self.last, reason) if reason else Message(body, self.last)
+        position = None
+        if not reason:
+            try:
+                position = whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
+            except Unfit as why:
+                reason = str(why)
+        if position is None or (self.rising and position <= self.last):
+            return Unreadable(body, self.last, reason or NO_POSITION)
+        self.last = max(self.last, position)
+        return Message(body, position)
+
+
+def _object_of(body: bytes) -> Mapping[str, Any]:
+    """A JSON object.
+
+    Raises:
+        Unfit: it is none, or has a name twice, so that nobody knows which is meant.
+    """
+    found = json_of(body)
+    if not isinstance(found, dict):
+        raise Unfit(NO_OBJECT)
+    return found
+
+
+def json_of(body: bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        Unfit: it is none, or an object in it has a name twice.
+    """
+    try:
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_once)
+    except UnicodeDecodeError:
+        raise Unfit(NOT_UTF8) from None
+    except (ValueError, RecursionError):
+        raise Unfit(NO_OBJECT) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Unfit(TWICE)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What came of some messages.
+
+    Attributes:
+        fitting: records that can be learned, and the positions of those; None: there is none.
+        refused: messages that cannot, each with a reason that quotes nothing of it.
+        again: how many came a second time, and are passed over.
+        last: the highest position so far.
+    """
+
+    fitting: tuple[Encoded, list[int]] | None
+    refused: Sequence[tuple[Message, str]]
+    again: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sieve:
+    """What a message must be in a run.
+
+    Attributes:
+        records: of the run.
+        fields: where they stand in a message.
+    """
+
+    records: LiveRecords
+    fields: Fields
+
+    def sift(self, messages: Sequence[Message], after: int) -> Sifted:
+        """Tell records from what is none.
+
+        Args:
+            messages: in their order.
+            after: the highest position so far; a message at or below it came before.
+        """
+        readable, found, refused, again = list[Message](), list[Mapping[str, Any]](), list[tuple[Message, str]](), 0
+        for message in messages:
+            if isinstance(message, Unreadable):
+                refused.append((message, message.reason))
+            elif message.position <= after:
+                again += 1
+            else:
+                try:
+                    found.append(self.fields.record(message.body))
+                    readable.append(message)
+                except Unfit as why:
+                    refused.append((message, str(why)))
+            after = max(after, message.position)
+        fitting = None
+        if found:
+            encoded, reasons = self.encode(found)
+            refused += [(readable[row], why) for row, why in reasons.items()]
+            if len(encoded.labels):
+                fits = [message.position for row, message in enumerate(readable) if row not in reasons]
+                fitting = (encoded, fits)
+        refused.sort(key=lambda each: each[0].position)
+        return Sifted(fitting, refused, again, after)
+
+    def encode(self, records: Sequence[Mapping[str, Any]]) -> tuple[Encoded, Mapping[int, str]]:
+        """Records by their fields, as they are learned, and why some are not, by their place among all."""
+        if self.records.encoder is not None:
+            encoded = self.records.encode(records)
+            return encoded, encoded.refused
+        width = self.records.data.features or 0
+        wellformed = np.array([_numbers(record, width) for record in records], dtype=bool)
+        rows = [record for record, fine in zip(records, wellformed, strict=True) if fine]
+        features = np.array([record["features"] for record in rows], dtype=np.float64).reshape(len(rows), width)
+        encoded = self.records.encode(features, [record["label"] for record in rows])
+        return encoded, _all_reasons(wellformed, encoded.refused)
+
+
+def _all_reasons(wellformed: BoolArray, refused: Mapping[int, str]) -> dict[int, str]:
+    """By place among all, where `refused` counts those that are well formed alone."""
+    reasons = dict.fromkeys(np.flatnonzero(~wellformed).tolist(), NO_NUMBERS)
+    places = np.flatnonzero(wellformed)
+    return dict(sorted((reasons | {int(places[row]): why for row, why in refused.items()}).items()))
+
+
+def _numbers(record: Mapping[str, Any], width: int) -> bool:
+    """Whether this is a record of a run without a schema."""
+    features, label = record.get("features"), record.get("label")
+    whole = isinstance(features, list) and len(features) == width and record.keys() == set(WITHOUT_SCHEMA)
+    return whole and all(map(_is_number, [*(features or ()), label]))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 10**300)
