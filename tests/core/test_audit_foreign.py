@@ -15,15 +15,15 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.blackbox import TESTED, level
 from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.conversation import Conversation, Decoded, Overheard, digest, numbers
+from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
+from sottovoce.auditing.foreign.power import Power, gaussian_epsilon, gaussian_shift
+from sottovoce.auditing.foreign.repeats import signs
+from sottovoce.auditing.foreign.views import answer_views
 from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import decoded, timing, views
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.lab.foreign.answers import answer_views
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound, examine
-from sottovoce.lab.foreign.power import Power, gaussian_epsilon, gaussian_shift
-from sottovoce.lab.foreign.repeats import signs
 
 ONE_FAMILY = Levels(0.05, BLIND)
 

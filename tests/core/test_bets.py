@@ -10,13 +10,21 @@ import pytest
 from scipy import integrate, stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
-from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
-from sottovoce.lab.watch.dependence import FarLag, on_signs, on_sizes
-from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
-from sottovoce.lab.watch.seen import FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
-from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
-from sottovoce.lab.watch.sums import Sums
+from sottovoce.auditing.online.bets import (
+    Bet,
+    FarLag,
+    Histogram,
+    LowBits,
+    Repeats,
+    Scale,
+    krichevsky_trofimov,
+    on_signs,
+    on_sizes,
+    too_many,
+)
+from sottovoce.auditing.online.keys import CHANCE, Keys, Sums, keys_of
+from sottovoce.auditing.online.seen import FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
+from sottovoce.auditing.online.watch import BLOCKS, OWN, POOLED, SHARED, Stakes
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""

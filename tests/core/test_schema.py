@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce.auditing.online.canaries import draw
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import load_dataset
 from sottovoce.data.columns import read_cells, read_columns
@@ -26,7 +27,6 @@ from sottovoce.data.schema import MOST_FEATURES, Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, load, prepare
-from sottovoce.lab.watch.canaries import draw
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax

@@ -15,11 +15,10 @@ from scipy import stats
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.auditing.online.keys import Keys
+from sottovoce.auditing.online.watch import BLOCKS, Alarm, Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.lab.watch.keys import Keys
-from sottovoce.lab.watch.stakes import BLOCKS
-from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
@@ -231,7 +230,7 @@ def bytes_of(thing: Any) -> int:
         return sum(map(bytes_of, thing.values()))
     if isinstance(thing, (tuple, list)):
         return sum(map(bytes_of, thing))
-    if not type(thing).__module__.startswith("sottovoce.lab.watch"):
+    if not type(thing).__module__.startswith("sottovoce.auditing.online"):
         return 0  # the run, its data, what an algorithm remembers
     names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
     return sum(bytes_of(getattr(thing, name)) for name in names)

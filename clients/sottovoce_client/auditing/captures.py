@@ -22,8 +22,8 @@ from sottovoce_client.auditing.ledger import Entry, read_ledger
 from sottovoce_client.auditing.promise import TAKEN, difference, require_promised
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, coins_of, pairs_of, read_worlds, worlds_from
-from sottovoce_client.lab.watching.canaries import canaries_beside
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
+from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.conversation import Conversation
+from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.swaps import others
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import AuditRequest, Say, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.channel import conversation, lines_of

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
-from sottovoce.errors import SottovoceError
+import typer
+
+from sottovoce.errors import SottovoceError, SpecError, get_extra
 from sottovoce.plain import plain_lines
 from sottovoce_client.cli.app import (
     INTERRUPTED,
@@ -62,6 +65,26 @@ __all__ = [
     "transcripts",
 ]
 
+
+def _laboratory() -> typer.Typer:
+    """The commands of the package `sottovoce_lab`, which may be left out; without it, a command that says how to get it."""
+    try:
+        commands: typer.Typer = import_module("sottovoce_lab.commands").lab_app
+    except ModuleNotFoundError as error:
+        if error.name != "sottovoce_lab":
+            raise
+        commands = typer.Typer(invoke_without_command=True)
+        commands.callback(
+            help="The laboratory, which is not installed.",
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_require_laboratory)
+    return commands
+
+
+def _require_laboratory() -> None:
+    raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {get_extra('audit')}")
+
+
 app.add_typer(data_app, name="data", rich_help_panel="Runs")
 app.add_typer(feed_app, name="feed", rich_help_panel="Runs")
 app.add_typer(models_app, name="models", rich_help_panel="Runs")
@@ -71,6 +94,7 @@ app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
+app.add_typer(_laboratory(), name="lab", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
