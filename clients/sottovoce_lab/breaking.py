@@ -358,13 +358,13 @@ def notices(messages: Iterable[Said], plan: AuditPlan) -> dict[Literal["notices"
     findings = [finding.text for said in heard for finding in noticing.heard(said)]
     if findings:
         found["notices"] = findings[0]
-    spent = overspent(heard, plan)
+    spent = _overspent(heard, plan)
     if spent:
         found["ledger"] = spent[0]
     return found
 
 
-def overspent(messages: Iterable[Said], plan: AuditPlan) -> list[str]:
+def _overspent(messages: Iterable[Said], plan: AuditPlan) -> list[str]:
     """Learners whose messages claim more epsilon than their budget, whatever they remember of it; none without a budget.
 
     A message costs what the claim says of its round; other bytes in the same round are another message.

@@ -32,8 +32,8 @@ from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2
 
-Metadata = tuple[tuple[str, str], ...]
-NoiseOf = Callable[[str, int], Noise]
+_Metadata = tuple[tuple[str, str], ...]
+_NoiseOf = Callable[[str, int], Noise]
 """A learner's noise, from the run's name and its index."""
 
 
@@ -46,12 +46,12 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class _Ending:
     """How a learner ends a stream in the middle of a run; its neighbour opens another one."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     text: str = ""
-    trailers: Metadata = ()
+    trailers: _Metadata = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class BrokenService:
 
     name: str
     what: str
-    noise: Callable[[AuditPlan], NoiseOf] | None = None
+    noise: Callable[[AuditPlan], _NoiseOf] | None = None
     takes: Callable[[Batch, int, int], None] | None = None
-    greets: Callable[[Known], Metadata] | None = None
+    greets: Callable[[Known], _Metadata] | None = None
     pads: Callable[[Known], int] | None = None
-    ends: Callable[[Known], Ending | None] | None = None
+    ends: Callable[[Known], _Ending | None] | None = None
     dials: Callable[[Known], int] | None = None
     lost: Callable[[int], bool] | None = None
     sure: bool = True
@@ -94,7 +94,7 @@ class BrokenService:
 class Noised(Learner):
     """A learner whose noise comes from elsewhere."""
 
-    def __init__(self, config: LearnerConfig, noise: NoiseOf | None) -> None:
+    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None) -> None:
         super().__init__(config)
         self.world = 0  # of the run, as whoever makes it says
         self._other = noise
@@ -106,7 +106,7 @@ class Noised(Learner):
 class _Leaking(Noised):
     """The learner that is audited."""
 
-    def __init__(self, config: LearnerConfig, noise: NoiseOf | None, broken: BrokenService) -> None:
+    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None, broken: BrokenService) -> None:
         super().__init__(config, noise)
         self.broken = broken
         self.face = _LeakingFace(self)
@@ -180,7 +180,7 @@ class _LeakingFace(Face):
         greeting = () if greets is None else greets(await self._learner.first)
         await context.send_initial_metadata(greeting)
 
-    async def _end_halfway(self, requests: AsyncIterator[bytes], context: Context, ending: Ending) -> None:
+    async def _end_halfway(self, requests: AsyncIterator[bytes], context: Context, ending: _Ending) -> None:
         async with Tasks() as tasks:
             serving = tasks.start(super().exchange(requests, context))
             halfway = tasks.start(self._learner.halfway.wait())
@@ -234,18 +234,18 @@ def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], 
 # ---- breaks ----------------------------------------------------------------------------------------------------------
 
 
-def _as_simulated(name: str) -> Callable[[AuditPlan], NoiseOf]:
+def _as_simulated(name: str) -> Callable[[AuditPlan], _NoiseOf]:
     """The noise of a broken learner of the catalogue."""
     mutant = next(each for each in CATALOGUE if each.name == name)
 
-    def noise(plan: AuditPlan) -> NoiseOf:
+    def noise(plan: AuditPlan) -> _NoiseOf:
         source = mutant.breaks(plan).noise
         return lambda run_id, learner: source(np.random.SeedSequence())
 
     return noise
 
 
-def _one_seed(plan: AuditPlan) -> NoiseOf:
+def _one_seed(plan: AuditPlan) -> _NoiseOf:
     """Learners draw what their neighbour draws: the seed is the run's."""
     return lambda run_id, learner: SeededNoise(
         np.random.SeedSequence(int.from_bytes(hashlib.sha256(run_id.encode()).digest()))
@@ -274,20 +274,20 @@ def _out_of_budget() -> Exception:
     return BudgetExhausted("the next message would be too dear")
 
 
-def _in_tenths(known: Known) -> Metadata:
+def _in_tenths(known: Known) -> _Metadata:
     return (("x-norm", f"{known.norm:.1f}"),)
 
 
-def _with_trailers(known: Known) -> Ending:
-    return Ending(trailers=_in_tenths(known))
+def _with_trailers(known: Known) -> _Ending:
+    return _Ending(trailers=_in_tenths(known))
 
 
-def _with_code(known: Known) -> Ending:
-    return Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[known.world])
+def _with_code(known: Known) -> _Ending:
+    return _Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[known.world])
 
 
-def _in_one_world(known: Known) -> Ending | None:
-    return Ending() if known.world == 1 else None
+def _in_one_world(known: Known) -> _Ending | None:
+    return _Ending() if known.world == 1 else None
 
 
 def _if_loud(known: Known) -> int:

@@ -63,7 +63,7 @@ _BASE = BASES["ldp-dol, epsilon 1"]
 BASE = replace(_BASE, sections={**_BASE.sections, "learners": 2})
 """What runs: the fewer edges there are, the faster."""
 
-ACCEPTING, CALLING = 1, 0
+_ACCEPTING, _CALLING = 1, 0
 """The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
 other one opens them, so it can open more."""
 
@@ -82,7 +82,7 @@ def measure_on_network(
     blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits, sure=broken.sure)
 
     def found_by(runs: int, each: int) -> str:
-        plan = plan_beside_numbers(BASE, runs, each, learner=ACCEPTING)
+        plan = plan_beside_numbers(BASE, runs, each, learner=_ACCEPTING)
         with made_with(broken, plan, "relay") as made:
             return _found_in_audit(audit_of(plan, made, "real services", lambda what: None))
 
@@ -105,7 +105,7 @@ def measure_by_wiretap(
 
 
 def plan_beside_numbers(
-    base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = CALLING
+    base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
 ) -> AuditPlan:
     """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
 
@@ -209,7 +209,7 @@ def _identity(folder: Path | None, name: str) -> Credentials:
 # ---- foreign ---------------------------------------------------------------------------------------------------------
 
 
-Context = grpc.aio.ServicerContext[bytes, bytes]
+_Context = grpc.aio.ServicerContext[bytes, bytes]
 
 CALLED_RUNGS = (24, 48, 100, 200, 500)
 """Runs of each world that are tried, one after the other."""
@@ -217,19 +217,19 @@ CALLED_RUNGS = (24, 48, 100, 200, 500)
 CALLED_AUDITS = 5
 """With each number of runs, all of runs of their own."""
 
-EPSILON = 1.0
-GRADIENT, LOSS = 0.9, 0.1
+_EPSILON = 1.0
+_GRADIENT, _LOSS = 0.9, 0.1
 """Parts of the budget."""
 
-PATIENTS = np.array([[1.0, 0.0, 0.0], [0.3, 0.8, -0.2], [-0.5, 0.1, 0.6], [0.2, -0.7, 0.4]])
-LABELS = np.array([1.0, -1.0, 1.0, -1.0])
+_PATIENTS = np.array([[1.0, 0.0, 0.0], [0.3, 0.8, -0.2], [-0.5, 0.1, 0.6], [0.2, -0.7, 0.4]])
+_LABELS = np.array([1.0, -1.0, 1.0, -1.0])
 """In the first world; in the second one the first label is the other one."""
 
-METHOD = "/clinic.Model/Gradient"
+_METHOD = "/clinic.Model/Gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class _Answer:
     """What a service is about to say."""
 
     exact: FloatArray
@@ -248,7 +248,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignBreak:
+class _ForeignBreak:
     """What is wrong with a foreign service.
 
     Attributes:
@@ -263,9 +263,9 @@ class ForeignBreak:
 
     name: str
     what: str
-    says: Callable[[Answer], bytes] = lambda answer: answer.said.tobytes()
-    trailers: Callable[[Answer], str] = lambda answer: ""
-    refuses: Callable[[Answer], bool] = lambda answer: False
+    says: Callable[[_Answer], bytes] = lambda answer: answer.said.tobytes()
+    trailers: Callable[[_Answer], str] = lambda answer: ""
+    refuses: Callable[[_Answer], bool] = lambda answer: False
     correct: bool = False
     sure: bool = True
 
@@ -273,7 +273,7 @@ class ForeignBreak:
 class _Clinic(grpc.GenericRpcHandler):
     """The service in one world."""
 
-    def __init__(self, broken: ForeignBreak, world: int, generator: np.random.Generator) -> None:
+    def __init__(self, broken: _ForeignBreak, world: int, generator: np.random.Generator) -> None:
         self._broken, self._world, self._generator = broken, world, generator
         self._before = bytes(32)
 
@@ -281,10 +281,10 @@ class _Clinic(grpc.GenericRpcHandler):
         """One method."""
         return grpc.unary_unary_rpc_method_handler(self._gradient)
 
-    async def _gradient(self, request: bytes, context: Context) -> bytes:
-        noise = self._generator.laplace(scale=np.repeat([1.0 / GRADIENT, 1.0 / LOSS], [3, 1]) / EPSILON)
+    async def _gradient(self, request: bytes, context: _Context) -> bytes:
+        noise = self._generator.laplace(scale=np.repeat([1.0 / _GRADIENT, 1.0 / _LOSS], [3, 1]) / _EPSILON)
         exact = _exact(np.frombuffer(request, "<f8"), self._world)
-        answer = Answer(exact, noise, self._world, self._before, self._generator)
+        answer = _Answer(exact, noise, self._world, self._before, self._generator)
         if text := self._broken.trailers(answer):
             context.set_trailing_metadata((("x-positive", text),))
         if self._broken.refuses(answer):
@@ -294,14 +294,14 @@ class _Clinic(grpc.GenericRpcHandler):
 
 
 def _labels(world: int) -> FloatArray:
-    return np.append(LABELS[0] * (1.0 - 2.0 * world), LABELS[1:])
+    return np.append(_LABELS[0] * (1.0 - 2.0 * world), _LABELS[1:])
 
 
 def _exact(parameters: FloatArray, world: int) -> FloatArray:
     """`(4,)` gradient and loss of logistic regression."""
     labels = _labels(world)
-    margins = labels * (PATIENTS @ parameters)
-    gradient = -(labels / (1.0 + np.exp(margins))) @ PATIENTS
+    margins = labels * (_PATIENTS @ parameters)
+    gradient = -(labels / (1.0 + np.exp(margins))) @ _PATIENTS
     return np.append(gradient, np.log1p(np.exp(-margins)).sum())
 
 
@@ -311,7 +311,7 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
 
 
 def measure_foreign(
-    broken: ForeignBreak, *, rungs: Sequence[int] = CALLED_RUNGS, audits: int = CALLED_AUDITS, seed: int = 0
+    broken: _ForeignBreak, *, rungs: Sequence[int] = CALLED_RUNGS, audits: int = CALLED_AUDITS, seed: int = 0
 ) -> Served:
     """Call a service in two worlds through relays, and audit what they heard.
 
@@ -327,7 +327,7 @@ def measure_foreign(
         with tempfile.TemporaryDirectory() as folder, capture_logs():
             asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
             heard = read_runs(folder, _decode, "stream").runs
-        return _found_in_calls(audit_conversations(heard, claim=EPSILON, confidence=CONFIDENCE, seed=each))
+        return _found_in_calls(audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each))
 
     return served(blank, found_by, rungs, seed)
 
@@ -339,7 +339,7 @@ def _found_in_calls(done: ForeignAudit) -> str:
     return next((sign.test for sign in done.signs), "")
 
 
-async def _make_calls(broken: ForeignBreak, runs: int, folder: Path, seed: int) -> None:
+async def _make_calls(broken: _ForeignBreak, runs: int, folder: Path, seed: int) -> None:
     """All runs, each one call, in worlds that fair coins choose."""
     coins, *noise = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
     async with AsyncExitStack() as stack:
@@ -347,7 +347,7 @@ async def _make_calls(broken: ForeignBreak, runs: int, folder: Path, seed: int) 
         for world, generator in enumerate(noise):
             address = await stack.enter_async_context(_relayed(broken, world, generator, folder))
             to = await stack.enter_async_context(grpc.aio.insecure_channel(address))
-            calls.append(to.unary_unary(METHOD))
+            calls.append(to.unary_unary(_METHOD))
         for _ in range(runs):
             call = calls[coins.integers(2)](coins.uniform(-1.0, 1.0, 3).tobytes())
             await call.code()
@@ -355,7 +355,7 @@ async def _make_calls(broken: ForeignBreak, runs: int, folder: Path, seed: int) 
 
 @asynccontextmanager
 async def _relayed(
-    broken: ForeignBreak, world: int, generator: np.random.Generator, folder: Path
+    broken: _ForeignBreak, world: int, generator: np.random.Generator, folder: Path
 ) -> AsyncIterator[str]:
     """A service behind a relay, at the relay's address."""
     server = grpc.aio.server()
@@ -373,47 +373,47 @@ async def _relayed(
 # ---- breaks ----------------------------------------------------------------------------------------------------------
 
 
-def _rounded(answer: Answer) -> bytes:
+def _rounded(answer: _Answer) -> bytes:
     """To six significant digits."""
     return np.array([float(f"{number:.6g}") for number in answer.said]).tobytes()
 
 
-def _without_noise_on(*places: int) -> Callable[[Answer], bytes]:
+def _without_noise_on(*places: int) -> Callable[[_Answer], bytes]:
     return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.said).tobytes()
 
 
-def _scaled(answer: Answer, factor: float) -> bytes:
+def _scaled(answer: _Answer, factor: float) -> bytes:
     return (answer.exact + factor * answer.noise).tobytes()
 
 
-def _again(answer: Answer) -> bytes:
+def _again(answer: _Answer) -> bytes:
     """One answer in ten is that of the call before."""
     return answer.before if answer.generator.random() < 0.1 else answer.said.tobytes()
 
 
-def _longer(answer: Answer) -> bytes:
+def _longer(answer: _Answer) -> bytes:
     """By eight bytes, half of the time, in one world."""
     return answer.said.tobytes() + bytes(8 * int(answer.world == 1 and answer.generator.random() < 0.5))
 
 
-def _fails(answer: Answer) -> bool:
+def _fails(answer: _Answer) -> bool:
     return answer.world == 1 and bool(answer.generator.random() < 0.5)
 
 
-def _positives(answer: Answer) -> str:
+def _positives(answer: _Answer) -> str:
     return str(np.count_nonzero(_labels(answer.world) > 0.0))
 
 
 FOREIGN = (
-    ForeignBreak("correct", "nothing", correct=True),
-    ForeignBreak("six digits", "nothing: answers are rounded", says=_rounded, correct=True),
-    ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
-    ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
-    ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
-    ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
-    ForeignBreak("said again", "one answer in ten is that of the call before", says=_again),
-    ForeignBreak("length", "half of the answers are longer in one world", says=_longer),
-    ForeignBreak("metadata", "how many labels are 1, behind an answer", trailers=_positives),
-    ForeignBreak("status", "half of the calls fail in one world", refuses=_fails),
+    _ForeignBreak("correct", "nothing", correct=True),
+    _ForeignBreak("six digits", "nothing: answers are rounded", says=_rounded, correct=True),
+    _ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
+    _ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
+    _ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
+    _ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
+    _ForeignBreak("said again", "one answer in ten is that of the call before", says=_again),
+    _ForeignBreak("length", "half of the answers are longer in one world", says=_longer),
+    _ForeignBreak("metadata", "how many labels are 1, behind an answer", trailers=_positives),
+    _ForeignBreak("status", "half of the calls fail in one world", refuses=_fails),
 )
 """Foreign services, two correct ones among them."""

@@ -35,7 +35,7 @@ from sottovoce_lab.rebuild import Rebuilt, rebuild
 _ROUNDING = 1e-9
 """Decisions closer than this, relative to the largest, are equal."""
 
-Pair = tuple[LearnerData, LearnerData]
+_Pair = tuple[LearnerData, LearnerData]
 """What every learner holds in world 0 and in world 1."""
 
 
@@ -52,7 +52,7 @@ class _HeardRuns:
     decisions: FloatArray
 
 
-def simulate_worlds(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tuple[_HeardRuns, _HeardRuns]:
+def _simulate_worlds(run: Run, data: PlacedData, pair: _Pair, runs: int, seed: int) -> tuple[_HeardRuns, _HeardRuns]:
     """Simulate `runs` runs, each in a world that a fair coin chose."""
     coins, *sources = np.random.SeedSequence(seed).spawn(3)
     seconds = int(np.clip(np.random.default_rng(coins).binomial(runs, 0.5), 1, runs - 1))
@@ -72,14 +72,14 @@ def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.ran
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
 
 
-def from_messages(run: Run, transcript: Transcript, pair: Pair) -> FloatArray:
+def _from_messages(run: Run, transcript: Transcript, pair: _Pair) -> FloatArray:
     """`(replicas,)` log-likelihood ratio of all that was said."""
     losses = [replay(run, transcript, i, pair).total[0] for i in range(run.spec.n_learners)]
     total: FloatArray = np.sum(losses, axis=0)
     return total
 
 
-def from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, pair: Pair) -> FloatArray:
+def _from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, pair: _Pair) -> FloatArray:
     """The same from the decisions of all learners, `(rounds, learners, replicas, dim)`, where they are made from messages.
 
     A decision `Pro(-alpha_t h_t / w_t)` that the projection leaves alone is the message in another unit.
@@ -88,12 +88,12 @@ def from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, pa
     pushed = np.broadcast_to(algorithm.push_weights, (len(decisions), decisions.shape[1]))[:, :, None, None]
     duals = -decisions * pushed / alphas[:, None, None, None]
     weights = np.broadcast_to(pushed, (*decisions.shape[:3], 1))
-    return from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.push else {"h": duals}), pair)
+    return _from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.push else {"h": duals}), pair)
 
 
-def from_both(run: Run, heard: _HeardRuns, pair: Pair) -> FloatArray:
+def _from_both(run: Run, heard: _HeardRuns, pair: _Pair) -> FloatArray:
     """From messages and decisions: infinite where a decision could only have been made in one of the worlds."""
-    scores = from_messages(run, heard.transcript, pair)
+    scores = _from_messages(run, heard.transcript, pair)
     for learner in range(run.spec.n_learners):
         for t, decided in enumerate(_decided(run, heard.transcript, learner, pair)):
             published = heard.decisions[t, learner]
@@ -103,7 +103,7 @@ def from_both(run: Run, heard: _HeardRuns, pair: Pair) -> FloatArray:
     return scores
 
 
-def _decided(run: Run, transcript: Transcript, learner: int, pair: Pair) -> Iterator[FloatArray]:
+def _decided(run: Run, transcript: Transcript, learner: int, pair: _Pair) -> Iterator[FloatArray]:
     """By round, `(worlds, replicas, dim)`: what the learner would have decided in each world, given what was said."""
     machine = Replay(run, learner, transcript.replicas, len(pair))
     for t in range(transcript.rounds):
@@ -139,7 +139,7 @@ class GuessingRate:
         return self.correct / self.runs
 
 
-def guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> GuessingRate:
+def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> GuessingRate:
     """Guess the world of every run; a score of 0 is met by a coin.
 
     Args:
@@ -153,11 +153,11 @@ def guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> 
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
     low, high = interval(correct, runs, confidence)
     return GuessingRate(
-        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *roc(first, second)
+        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *_roc(first, second)
     )
 
 
-def roc(first: FloatArray, second: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _roc(first: FloatArray, second: FloatArray) -> tuple[FloatArray, FloatArray]:
     """False alarms and detections of "world 0" as the threshold falls; equal scores are called together."""
     levels: FloatArray = np.unique(np.concatenate([first, second]))[::-1]
     shares: list[FloatArray] = []
@@ -176,7 +176,7 @@ _COMMON: Mapping[str, Any] = {
     "durability": "process",
     "decision_set": {"kind": "l2_ball", "radius": 1000.0},
 }
-STEP = {"kind": "power", "scale": 1.0, "exponent": 0.5}
+_STEP = {"kind": "power", "scale": 1.0, "exponent": 0.5}
 _NETWORK = {
     "kind": "torch",
     "module": "sottovoce_lab.inversion:SmoothNet",
@@ -259,7 +259,7 @@ def network(epsilon: float) -> dict[str, Any]:
 
 def _descent(epsilon: float) -> dict[str, Any]:
     noise = {"kind": "none"} if math.isinf(epsilon) else {"kind": "calibrated", "epsilon": epsilon}
-    return {"name": "pd-ogd", "step": STEP, "noise": noise}
+    return {"name": "pd-ogd", "step": _STEP, "noise": noise}
 
 
 def exhibit(
@@ -348,19 +348,19 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
     prepared = _prepared(document)
     run, algorithm, pair = prepared.run, prepared.run.algorithm, _pair(prepared, record)
     assert isinstance(algorithm, DualAveraging)  # noqa: S101 - _MEMBERSHIPS names no other
-    worlds = simulate_worlds(run, prepared.data, pair, runs, seed)
+    worlds = _simulate_worlds(run, prepared.data, pair, runs, seed)
     if seen == "messages":
-        scores = [from_messages(run, world.transcript, pair) for world in worlds]
+        scores = [_from_messages(run, world.transcript, pair) for world in worlds]
     elif seen == "decisions":
-        scores = [from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
+        scores = [_from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
     else:
-        scores = [from_both(run, world, pair) for world in worlds]
+        scores = [_from_both(run, world, pair) for world in worlds]
     promised = joint([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
     covered = primal == "noised" or seen == "messages"
-    return Membership(f"{name}, {primal}", record, seen, promised, covered, guess(scores, seed))
+    return Membership(f"{name}, {primal}", record, seen, promised, covered, _guess(scores, seed))
 
 
-def _pair(prepared: Prepared, record: str) -> Pair:
+def _pair(prepared: Prepared, record: str) -> _Pair:
     """The first record as it is, or another one; or a record that weighs equally in all features, against its mirror image."""
     own = prepared.data.learners[0]
     if record == _DIGIT:

@@ -26,8 +26,7 @@ lab_app = typer.Typer(
 )
 
 _Mutants = Annotated[
-    list[str] | None,
-    typer.Option("--mutant", metavar="MODULE:NAME", help="A broken learner of your own; repeatable."),
+    list[str] | None, typer.Option("--mutant", metavar="MODULE:NAME", help="A broken learner of your own; repeatable.")
 ]
 _Jobs = Annotated[
     int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")

@@ -38,8 +38,8 @@ SHOWN = 8
 """Pictures in a row."""
 _LEAST_ERROR = 1e-9
 """A mean squared error below it is rounding."""
-GET_TORCH = get_extra("torch")
-TITLES = {
+_GET_TORCH = get_extra("torch")
+_TITLES = {
     "linear": "Read off a gradient",
     "network": "Searched for in a network’s gradient",
     "gossip": "Overheard in gossip",
@@ -64,10 +64,10 @@ def gallery_page(shown: Gallery) -> Page:
     values = {
         "source": shown.source,
         "attacked": attacked,
-        "titles": TITLES,
+        "titles": _TITLES,
         "total": sum(len(each.pictures) for each in first),
         "right": round(sum(each.found * len(each.pictures) for each in first)),
-        "get_torch": GET_TORCH,
+        "get_torch": _GET_TORCH,
         "runs": shown.memberships[0].guessed.runs if shown.memberships else 0,
     }
     return Page("gallery.html.j2", [_guesses(shown.memberships), _roc(shown.memberships)], values)
@@ -100,10 +100,10 @@ def _images(pictures: FloatArray, label: str) -> list[_Image]:
     side = math.isqrt(pictures.shape[1])
     square = side * side == pictures.shape[1]
     shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
-    return [_Image(base64.b64encode(png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
+    return [_Image(base64.b64encode(_png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
 
 
-def png(values: FloatArray) -> bytes:
+def _png(values: FloatArray) -> bytes:
     """A grey PNG of values in [0, 1] (1 is black), or in [-1, 1] where some are negative; one pixel a value."""
     ink = (values + 1.0) / 2.0 if (values < 0).any() else values
     grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
@@ -283,7 +283,7 @@ def _print(shown: Gallery, console: Console) -> None:
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for each in shown.exhibits:
-        title = TITLES[each.name]
+        title = _TITLES[each.name]
         for k, strip in enumerate(each.strips):
             figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
             table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
@@ -291,7 +291,7 @@ def _print(shown: Gallery, console: Console) -> None:
             table.add_row(title, Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
     console.print(table)
     if not all(each.strips for each in shown.exhibits):
-        console.print(Text(f"The search needs PyTorch: {GET_TORCH}"))
+        console.print(Text(f"The search needs PyTorch: {_GET_TORCH}"))
     if shown.memberships:
         console.print(_guesses_table(shown.memberships))
 

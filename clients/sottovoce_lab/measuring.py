@@ -99,13 +99,13 @@ def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADD
     # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
     worth = [rung for rung in LADDER if rung <= most and 2.0 * rung >= (limit or 0.0)]
     for runs in worth:
-        if found := found_in((_found_by(mutant, plan) for plan in plans(runs)), audits):
+        if found := _found_in((_found_by(mutant, plan) for plan in plans(runs)), audits):
             found_by = found.most_common(1)[0][0]
             return replace(_under_watch(blank, mutant, audits, seed), needed=1 if certain else runs, found_by=found_by)
     return _under_watch(blank, mutant, audits, seed)
 
 
-def found_in(finders: Iterable[str], audits: int) -> Counter[str]:
+def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
     """What found something in how many audits; nothing once it was missed more often than may be.
 
     Args:
@@ -180,7 +180,7 @@ def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> f
 
 ServiceKind = Literal["on real services", "by wiretap", "foreign services"]
 
-FoundBy = Callable[[int, int], str]
+_FoundBy = Callable[[int, int], str]
 """The part that refutes the claim in an audit with so many runs of each world, by the audit's seed; empty: none."""
 
 
@@ -219,7 +219,7 @@ class Served:
         return float(binomial.sf(self.found - 1, self.audits, 1.0 - CONFIDENCE)) < RARE
 
 
-def served(blank: Served, found_by: FoundBy, rungs: Sequence[int], seed: int) -> Served:
+def served(blank: Served, found_by: _FoundBy, rungs: Sequence[int], seed: int) -> Served:
     """Audit a broken service with more and more runs until it is found, and a correct one with all numbers of runs.
 
     Args:
@@ -233,6 +233,6 @@ def served(blank: Served, found_by: FoundBy, rungs: Sequence[int], seed: int) ->
         accusers = [who for runs in rungs for each in seeds if (who := found_by(runs, each))]
         return replace(blank, audits=len(rungs) * blank.audits, found_by="".join(accusers[:1]), found=len(accusers))
     for runs in rungs:
-        if found := found_in((found_by(runs, each) for each in seeds), blank.audits):
+        if found := _found_in((found_by(runs, each) for each in seeds), blank.audits):
             return replace(blank, needed=runs, found_by=found.most_common(1)[0][0], found=found.total())
     return blank

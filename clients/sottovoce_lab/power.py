@@ -32,13 +32,13 @@ from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.measuring import CONFIDENCE, LADDER, WATCHED, Power, Served, ServiceKind, measure
 from sottovoce_lab.selftest import mutant_named, side_by_side
 
-HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
-SERVICES = "broken service", *HEADS[1:4], "audits"
+_HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
+_SERVICES = "broken service", *_HEADS[1:4], "audits"
 
-NEVER = "never"
+_NEVER = "never"
 """A correct service is found with no number of runs."""
 
-AUDITED: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
+_AUDITED: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
     "on real services": (
         SERVED_RUNGS,
         SERVED_AUDITS,
@@ -112,7 +112,7 @@ def measure_power(
     terminal.tell(lambda: {"folder": out, **told})
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "power.md", page(found, services, most, seed))
+        write_text(out / "power.md", _page(found, services, most, seed))
         write_json(out / "power.json", told)
         console.out(f"{out}: power.md, power.json", highlight=False)
     return int(bool(missed or lost))
@@ -129,7 +129,7 @@ def _serving(most: int, seed: int) -> Iterable[Callable[[], Served]]:
 
 
 def _row(each: Power, most: int) -> tuple[str, ...]:
-    """In the order of `HEADS`."""
+    """In the order of `_HEADS`."""
     needed = f"> {count(most)}" if each.needed is None else count(each.needed)
     limit = NOTHING if each.limit is None else "< 1" if each.limit < 1.0 else count(math.ceil(each.limit))
     rounds = NOTHING if not each.watched else f"> {WATCHED}" if each.rounds is None else count(each.rounds)
@@ -137,15 +137,15 @@ def _row(each: Power, most: int) -> tuple[str, ...]:
 
 
 def _served_row(each: Served) -> tuple[str, ...]:
-    """In the order of `SERVICES`."""
-    needed = count(each.needed) if each.needed is not None else NEVER if each.correct else f"> {count(each.most)}"
+    """In the order of `_SERVICES`."""
+    needed = count(each.needed) if each.needed is not None else _NEVER if each.correct else f"> {count(each.most)}"
     audits = f"{each.found} of {each.audits}" if each.correct or each.needed is not None else NOTHING
     return each.name, each.what, each.found_by or NOTHING, needed, audits
 
 
 def _served_table(services: Sequence[Served]) -> Table:
-    shown = terminal.table("class", *SERVICES[:3])
-    for head in SERVICES[3:]:
+    shown = terminal.table("class", *_SERVICES[:3])
+    for head in _SERVICES[3:]:
         shown.add_column(head, justify="right")
     for each in services:
         name, *rest = _served_row(each)
@@ -155,8 +155,8 @@ def _served_table(services: Sequence[Served]) -> Table:
 
 
 def _table(found: Sequence[Power], most: int) -> Table:
-    shown = terminal.table("class", *HEADS[:3])
-    for head in HEADS[3:]:
+    shown = terminal.table("class", *_HEADS[:3])
+    for head in _HEADS[3:]:
         shown.add_column(head, justify="right")
     for each in found:
         style = "bold red" if each.missed(most) else "yellow" if each.needed is None else "green"
@@ -177,7 +177,7 @@ def _summary(found: Sequence[Power], services: Sequence[Served], missed: Sequenc
     return Text(f"{text}; missed: {', '.join(missed)}.", "bold red")
 
 
-def page(found: Sequence[Power], services: Sequence[Served], most: int, seed: int) -> str:
+def _page(found: Sequence[Power], services: Sequence[Served], most: int, seed: int) -> str:
     """All classes as Markdown, a table each."""
     tried = ", ".join(count(rung) for rung in LADDER if rung <= most)
     audits = found[0].audits
@@ -195,7 +195,7 @@ def page(found: Sequence[Power], services: Sequence[Served], most: int, seed: in
         f"{NOTHING} where one run, or its numbers, show nothing.",
     ]
     for named, some in groupby(found, key=lambda each: each.kind or "of one's own"):
-        lines += ["", f"## {named.capitalize()}", "", _line(HEADS), "|---|---|---|---:|---:|---:|"]
+        lines += ["", f"## {named.capitalize()}", "", _line(_HEADS), "|---|---|---|---:|---:|---:|"]
         lines += [_line(_row(each, most)) for each in some]
     for kind, own in groupby(services, key=lambda each: each.kind):
         lines += ["", f"## {kind.capitalize()}", "", *_served_lines(kind, list(own))]
@@ -204,14 +204,14 @@ def page(found: Sequence[Power], services: Sequence[Served], most: int, seed: in
 
 def _served_lines(kind: ServiceKind, services: Sequence[Served]) -> list[str]:
     """A paragraph and a table."""
-    rungs, audits, told = AUDITED[kind]
+    rungs, audits, told = _AUDITED[kind]
     tried = ", ".join(count(rung) for rung in rungs if rung <= services[0].most)
     return [
         told,
         f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * FOUND:g} % of {audits} audits find it.",
         "*audits*: how many do, there; of a correct service, how many of all audits accuse it.",
         "",
-        _line(SERVICES),
+        _line(_SERVICES),
         "|---|---|---|---:|---:|",
         *(_line(_served_row(each)) for each in services),
     ]

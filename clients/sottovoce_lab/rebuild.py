@@ -37,7 +37,7 @@ from sottovoce.running.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class _Added:
     """Data gradients that one learner added, as an eavesdropper computes them.
 
     Attributes:
@@ -55,7 +55,7 @@ class Added:
     so_far: bool = False
 
 
-def added(run: Run, transcript: Transcript, learner: int) -> Added:
+def _added(run: Run, transcript: Transcript, learner: int) -> _Added:
     """The gradients that one learner added.
 
     Args:
@@ -82,26 +82,26 @@ def added(run: Run, transcript: Transcript, learner: int) -> Added:
             raise SpecError(f"{text}, got {algorithm.name}")
 
 
-def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: int) -> Added:
+def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: int) -> _Added:
     said = heard.fields["y"]
     ts, own = range(len(said) - 1), said[:-1, learner]
     mixed = np.stack([_heard(run, heard, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
     at = mixed if algorithm.gradient_at == "mixed" else own
     steps = np.array([algorithm.step[learner](t) for t in ts])
     gradients = (mixed - said[1:, learner]) / steps[:, None, None] - run.loss.ridge * at
-    return Added(np.arange(len(at)), at, gradients)
+    return _Added(np.arange(len(at)), at, gradients)
 
 
-def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> Added:
+def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> _Added:
     said = heard.fields["y"]
     ts, own, plan = range(len(said) - 1), said[:-1, learner], algorithm.schedules
     drift = [_heard(run, heard, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
     coupling, steps = (np.array([one(t) for t in ts])[:, None, None] for one in (plan.coupling, plan.step_size))
     gradients = (own + coupling * np.stack(drift) - said[1:, learner]) / steps - run.loss.ridge * own
-    return Added(np.arange(len(own)), own, gradients, so_far=True)
+    return _Added(np.arange(len(own)), own, gradients, so_far=True)
 
 
-def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> Added:
+def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> _Added:
     """Decisions are public in the blocks before any sum has reached them."""
     blocks = algorithm.blocks
     openings = [t for t in range(len(said)) if blocks.leaf(t) and blocks.opens(t)]
@@ -110,7 +110,7 @@ def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> Added:
     sums = said[openings, learner]
     at = np.full_like(sums, np.nan)
     at[: algorithm.delay] = algorithm.decision_set.project(algorithm.loss.initial(algorithm.dim))
-    return Added(np.array(openings) - blocks.length, at, sums, length=blocks.length)
+    return _Added(np.array(openings) - blocks.length, at, sums, length=blocks.length)
 
 
 def _heard(run: Run, heard: Transcript, learner: int, t: int) -> FloatArray:
@@ -123,7 +123,7 @@ def _heard(run: Run, heard: Transcript, learner: int, t: int) -> FloatArray:
     return total
 
 
-def fits_better(loss: Loss, at: FloatArray, gradient: FloatArray, record: Batch, other: Batch) -> bool:
+def _fits_better(loss: Loss, at: FloatArray, gradient: FloatArray, record: Batch, other: Batch) -> bool:
     """Does one record's gradient lie nearer to the overheard one than another's? Of two, the likelier, under Laplace noise.
 
     Args:
@@ -145,7 +145,7 @@ def fits_better(loss: Loss, at: FloatArray, gradient: FloatArray, record: Batch,
 _TINY = 1e-300
 
 
-def read(
+def _read(
     gradients: FloatArray, loss: Loss, *, intercept: bool, nonnegative: bool = False
 ) -> tuple[FloatArray, FloatArray]:
     """The records whose data gradients these are.
@@ -184,8 +184,8 @@ def read(
     return rows * (loss.feature_bound / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _TINY)), labels
 
 
-def read_stream(
-    found: Added, loss: Loss, *, intercept: bool, nonnegative: bool = False, most: int = 64
+def _read_stream(
+    found: _Added, loss: Loss, *, intercept: bool, nonnegative: bool = False, most: int = 64
 ) -> tuple[FloatArray, FloatArray]:
     """Round by round, the records of a learner that gets one a round.
 
@@ -193,21 +193,21 @@ def read_stream(
 
     Args:
         found: what the learner added.
-        loss: as for `read`.
-        intercept, nonnegative: as for `read`.
+        loss: as for `_read`.
+        intercept, nonnegative: as for `_read`.
         most: rounds to read.
 
     Returns:
         Records `(rounds, replicas, features)` and labels `(rounds, replicas)`.
     """
     if not found.so_far:
-        return read(found.gradients[:most], loss, intercept=intercept, nonnegative=nonnegative)
+        return _read(found.gradients[:most], loss, intercept=intercept, nonnegative=nonnegative)
     replicas = [_peeled(found, loss, r, intercept, nonnegative, most) for r in range(found.at.shape[1])]
     return np.stack([rows for rows, _ in replicas], axis=1), np.stack([labels for _, labels in replicas], axis=1)
 
 
 def _peeled(
-    found: Added, loss: Loss, replica: int, intercept: bool, nonnegative: bool, most: int
+    found: _Added, loss: Loss, replica: int, intercept: bool, nonnegative: bool, most: int
 ) -> tuple[FloatArray, FloatArray]:
     """The records of one replica."""
     count, dim = min(most, len(found.rounds)), found.at.shape[-1]
@@ -216,7 +216,7 @@ def _peeled(
         gradient = (t + 1) * found.gradients[t, replica]
         if t:
             gradient = gradient - loss.gradient_sum(found.at[t, replica], Batch(*loss.enforce(rows[:t], labels[:t])))
-        rows[t], labels[t] = read(gradient, loss, intercept=intercept, nonnegative=nonnegative)
+        rows[t], labels[t] = _read(gradient, loss, intercept=intercept, nonnegative=nonnegative)
     return rows, labels
 
 
@@ -227,14 +227,14 @@ _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 """Constants c1 and c2 of structural similarity, for values up to 1 (Wang, Bovik, Sheikh, Simoncelli 2004)."""
 
 
-def as_pictures(rows: FloatArray, *, nonnegative: bool = True) -> FloatArray:
+def _as_pictures(rows: FloatArray, *, nonnegative: bool = True) -> FloatArray:
     """Rows `(..., features)` scaled so that their largest value is 1; what cannot be negative is cut off at 0."""
     kept = np.maximum(rows, 0.0) if nonnegative else rows
     scaled: FloatArray = kept / np.maximum(np.abs(kept).max(axis=-1, keepdims=True), _TINY)
     return scaled
 
 
-def similarity(pictures: FloatArray, originals: FloatArray) -> FloatArray:
+def _similarity(pictures: FloatArray, originals: FloatArray) -> FloatArray:
     """Structural similarity of each with one window over all of it, `(...)`: 1 for equal ones, about 0 for unrelated ones."""
     means = pictures.mean(axis=-1), originals.mean(axis=-1)
     spreads = pictures.var(axis=-1), originals.var(axis=-1)
@@ -244,7 +244,7 @@ def similarity(pictures: FloatArray, originals: FloatArray) -> FloatArray:
     return alike
 
 
-def recognised(pictures: FloatArray, originals: FloatArray, pool: FloatArray) -> AnyArray:
+def _recognised(pictures: FloatArray, originals: FloatArray, pool: FloatArray) -> AnyArray:
     """Is each one's original the record of a pool that it correlates with most? `(n,)` of truth values.
 
     Args:
@@ -308,28 +308,28 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
     generator = np.random.default_rng(seed)
     rows, truth, told = [], [], []
     for i, own in enumerate(data.learners):
-        seen = _single(added(run, transcript, i), own, run.loss, rounds)
+        seen = _single(_added(run, transcript, i), own, run.loss, rounds)
         rows.append(_rows(run, seen, i, nonnegative, seed + i))
         batches = [own.batch(int(t)) for t in seen.rounds]
         truth.append(np.concatenate([batch.features for batch in batches]))
         told += list(_told(run.loss, seen, batches, data, generator))
     width = data.n_features - int(run.spec.data.intercept)
     pool, originals, pictures = (
-        as_pictures(each[:, :width], nonnegative=nonnegative)
+        _as_pictures(each[:, :width], nonnegative=nonnegative)
         for each in (np.concatenate([own.features for own in data.learners]), _firsts_first(truth), _firsts_first(rows))
     )
     return Rebuilt(
         originals,
         pictures,
         error=float(((pictures - originals) ** 2).mean()),
-        alike=float(similarity(pictures, originals).mean()),
-        found=float(recognised(pictures, originals, pool).mean()),
+        alike=float(_similarity(pictures, originals).mean()),
+        found=float(_recognised(pictures, originals, pool).mean()),
         told=float(np.mean(told)) if told else np.nan,
         pool=len(np.unique(pool, axis=0)),
     )
 
 
-def _single(found: Added, own: LearnerData, loss: Loss, most: int) -> Added:
+def _single(found: _Added, own: LearnerData, loss: Loss, most: int) -> _Added:
     """What a learner added in its first rounds, as long as each is of one record.
 
     Of a network, as long as it is known where gradients were taken. Its history is not taken out of a mean over all
@@ -343,13 +343,13 @@ def _single(found: Added, own: LearnerData, loss: Loss, most: int) -> Added:
     count = len(fit) if fit.all() else int(fit.argmin())
     if count == 0:
         raise SpecError(f"a message must be of one record to be read, got {sizes[0]} in the first round")
-    return Added(found.rounds[:count], found.at[:count], found.gradients[:count], so_far=found.so_far)
+    return _Added(found.rounds[:count], found.at[:count], found.gradients[:count], so_far=found.so_far)
 
 
-def _rows(run: Run, seen: Added, learner: int, nonnegative: bool, seed: int) -> FloatArray:
+def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) -> FloatArray:
     """The records, `(k, features)`."""
     if not run.loss.heavy:
-        rows, _ = read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)
+        rows, _ = _read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)
         return rows[:, 0]
     from sottovoce.losses.torch import TorchLoss
     from sottovoce_lab.inversion import invert  # PyTorch takes seconds to import
@@ -364,7 +364,7 @@ def _rows(run: Run, seen: Added, learner: int, nonnegative: bool, seed: int) -> 
 
 
 def _told(
-    loss: Loss, seen: Added, batches: list[Batch], data: PlacedData, generator: np.random.Generator
+    loss: Loss, seen: _Added, batches: list[Batch], data: PlacedData, generator: np.random.Generator
 ) -> Iterator[bool]:
     """Is each true record told from another one, drawn from all? Of means over all records, the first round alone counts."""
     everybody = [(own, row) for own in data.learners for row in own.order[own.offsets[0] : own.offsets[-1]].tolist()]
@@ -372,7 +372,7 @@ def _told(
         own, row = everybody[int(generator.integers(len(everybody)))]
         other = Batch(own.features[row : row + 1], own.labels[row : row + 1])
         if np.isfinite(seen.at[k]).all() and (other.features != batch.features).any():
-            yield fits_better(loss, seen.at[k, 0], seen.gradients[k, 0], batch, other)
+            yield _fits_better(loss, seen.at[k, 0], seen.gradients[k, 0], batch, other)
 
 
 def _firsts_first(parts: list[FloatArray]) -> FloatArray:

@@ -38,7 +38,7 @@ from sottovoce_lab.trial import (
 _LOT = 5
 """Audits of correct learners in one piece of work."""
 
-Result = TypeVar("Result")
+_Result = TypeVar("Result")
 _Task = Callable[[], MutantOutcome | Alarms]
 
 
@@ -144,8 +144,8 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
 
 
 def side_by_side(
-    work: Sequence[Callable[[], Result]], backend: Backend = "processes", jobs: int | None = None
-) -> Iterator[Result]:
+    work: Sequence[Callable[[], _Result]], backend: Backend = "processes", jobs: int | None = None
+) -> Iterator[_Result]:
     """Results in order, as they come."""
     with mapper_over(backend, jobs) as over:
         yield from over(operator.call, work)

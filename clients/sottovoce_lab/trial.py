@@ -307,14 +307,7 @@ def _chance(count: int, trials: int, level: float) -> float:
 
 
 def false_alarms(
-    run: Run,
-    data: PlacedData,
-    seeds: Sequence[int],
-    *,
-    name: str,
-    learner: int = 0,
-    runs: int = 20,
-    watched: int = 4,
+    run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0, runs: int = 20, watched: int = 4
 ) -> Alarms:
     """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
 

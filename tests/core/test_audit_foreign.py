@@ -17,7 +17,7 @@ from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.conversation import Conversation, Decoded, Overheard, digest, numbers
 from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
-from sottovoce.auditing.foreign.power import Power, gaussian_epsilon, gaussian_shift
+from sottovoce.auditing.foreign.power import Power, _gaussian_shift, gaussian_epsilon
 from sottovoce.auditing.foreign.repeats import signs
 from sottovoce.auditing.foreign.views import answer_views
 from sottovoce.auditing.levels import BLIND, OF_NOISE, Levels
@@ -445,7 +445,7 @@ def test_a_claimed_noise_that_does_not_keep_the_claimed_epsilon_is_refuted_by_ar
 
 
 def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
-    shift = gaussian_shift(1.0, 1e-5)
+    shift = _gaussian_shift(1.0, 1e-5)
     claim = NoiseClaim("gaussian", (math.sqrt(2.0) / shift,), centre)
     runs = conversations(said_with(math.sqrt(2.0) / shift, "normal"), 24)
 

@@ -16,7 +16,7 @@ from scipy import stats
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.auditing.online.keys import Keys
-from sottovoce.auditing.online.watch import BLOCKS, Alarm, Watch
+from sottovoce.auditing.online.watch import _BLOCKS, Alarm, Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.noise import Draw, Noise, SeededNoise
@@ -237,7 +237,7 @@ def bytes_of(thing: Any) -> int:
 
 
 def test_state_is_as_large_after_many_rounds_as_after_few() -> None:
-    run, data = a_run(2, 3 * BLOCKS[0])
+    run, data = a_run(2, 3 * _BLOCKS[0])
     watch, sizes = Watch(run, data.learners, 1e-3, (0,)), []
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, messages)

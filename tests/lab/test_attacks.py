@@ -19,8 +19,17 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce_lab.cases import Pair, from_both, from_decisions, from_messages, guess, roc, simulate_worlds
-from sottovoce_lab.rebuild import Rebuilt, added, as_pictures, fits_better, read_stream, rebuild, recognised, similarity
+from sottovoce_lab.cases import _from_both, _from_decisions, _from_messages, _guess, _Pair, _roc, _simulate_worlds
+from sottovoce_lab.rebuild import (
+    Rebuilt,
+    _added,
+    _as_pictures,
+    _fits_better,
+    _read_stream,
+    _recognised,
+    _similarity,
+    rebuild,
+)
 from tests.examples import made_up
 
 pytest.importorskip("scipy", reason="the extra `audit` is not installed")
@@ -85,8 +94,8 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
     noise = no_noise if algorithm["name"] == "ldp-dol" else SeededNoise(0)
     heard = overheard(run, data, noise)
     for i, own in enumerate(data.learners):
-        found = added(run, heard, i)
-        rows, labels = read_stream(found, run.loss, intercept=True)
+        found = _added(run, heard, i)
+        rows, labels = _read_stream(found, run.loss, intercept=True)
         assert len(rows) >= 6
         np.testing.assert_allclose(rows[:, 0], own.features[: len(rows)], atol=1e-6)
         np.testing.assert_array_equal(labels[:, 0], own.labels[: len(rows)])
@@ -94,8 +103,8 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
 
 def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP}, loss={"kind": "logistic"}, data={"intercept": False})
-    rows, labels = read_stream(
-        added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
+    rows, labels = _read_stream(
+        _added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
     )
     truth, _ = run.loss.enforce(data.learners[2].features[:8], data.learners[2].labels[:8])
     np.testing.assert_allclose(rows[:, 0], truth, atol=1e-6)
@@ -140,10 +149,10 @@ def test_less_noise_shows_more() -> None:
 
 def test_of_two_records_the_gradient_tells_which() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
-    found = added(run, overheard(run, data, no_noise), 0)
+    found = _added(run, overheard(run, data, no_noise), 0)
     own, other = (data.learners[i].batch(0) for i in (0, 1))
-    assert fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], own, other)
-    assert not fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], other, own)
+    assert _fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], own, other)
+    assert not _fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], other, own)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,7 @@ def test_what_cannot_be_attacked_is_said(algorithm: dict[str, Any], batch: int, 
 def test_one_message_shows_nothing_that_was_added() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     with pytest.raises(SpecError, match="got 1"):
-        added(run, overheard(run, data, no_noise).until(1), 0)
+        _added(run, overheard(run, data, no_noise).until(1), 0)
 
 
 def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
@@ -177,19 +186,19 @@ def test_records_of_who_is_away_now_and_then_are_not_rebuilt() -> None:
 
 def test_likeness() -> None:
     pool = np.random.default_rng(0).random((40, 64))
-    pictures = as_pictures(7.0 * pool)
+    pictures = _as_pictures(7.0 * pool)
     np.testing.assert_allclose(pictures.max(axis=-1), 1.0)
-    assert similarity(pictures, pictures) == pytest.approx(np.ones(40))
-    assert abs(similarity(pictures, pictures[::-1]).mean()) < 0.1
-    assert recognised(pictures, pictures, pictures).all()
-    assert not recognised(pictures[::-1], pictures, pictures).any()
-    assert (as_pictures(-pool) == 0.0).all() and as_pictures(-pool, nonnegative=False).min() == -1.0
+    assert _similarity(pictures, pictures) == pytest.approx(np.ones(40))
+    assert abs(_similarity(pictures, pictures[::-1]).mean()) < 0.1
+    assert _recognised(pictures, pictures, pictures).all()
+    assert not _recognised(pictures[::-1], pictures, pictures).any()
+    assert (_as_pictures(-pool) == 0.0).all() and _as_pictures(-pool, nonnegative=False).min() == -1.0
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
 
-def shared(primal: str = "noised", name: str = "dpsda-c", epsilon: float = 2.0) -> tuple[Run, PlacedData, Pair]:
+def shared(primal: str = "noised", name: str = "dpsda-c", epsilon: float = 2.0) -> tuple[Run, PlacedData, _Pair]:
     """Records that all learners hold, and the pair of first records that is hardest to hide."""
     chosen = {"name": name, "epsilon": epsilon, "clip": 0.25, "primal": primal}
     weights = {"weights": "out_degree"} if name == "dpsda-ps" else {}
@@ -199,15 +208,15 @@ def shared(primal: str = "noised", name: str = "dpsda-c", epsilon: float = 2.0) 
     return run, data, (own.with_use(0, spread, 1.0), own.with_use(0, -spread, 1.0))
 
 
-def scores(run: Run, data: PlacedData, pair: Pair, seen: str, runs: int = 2000) -> list[FloatArray]:
+def scores(run: Run, data: PlacedData, pair: _Pair, seen: str, runs: int = 2000) -> list[FloatArray]:
     algorithm = run.algorithm
     assert isinstance(algorithm, DualAveraging)
-    worlds = simulate_worlds(run, data, pair, runs, 0)
+    worlds = _simulate_worlds(run, data, pair, runs, 0)
     if seen == "messages":
-        return [from_messages(run, world.transcript, pair) for world in worlds]
+        return [_from_messages(run, world.transcript, pair) for world in worlds]
     if seen == "decisions":
-        return [from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
-    return [from_both(run, world, pair) for world in worlds]
+        return [_from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
+    return [_from_both(run, world, pair) for world in worlds]
 
 
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])
@@ -217,16 +226,16 @@ def test_guesses_stay_within_the_claim_and_beat_a_coin(name: str, seen: str) -> 
     run, data, pair = shared(name=name)
     found = scores(run, data, pair, seen)
     assert max(np.abs(each).max() for each in found) <= 2.0
-    guessed = guess(found, 0)
+    guessed = _guess(found, 0)
     assert 0.5 < guessed.low < guessed.rate < guessed.high < 1.0 / (1.0 + math.exp(-2.0))
     assert guessed.bound <= 2.0
 
 
 def test_decisions_from_clean_numbers_give_the_record_away() -> None:
     run, data, pair = shared("clean", epsilon=0.1)
-    both = guess(scores(run, data, pair, "both", 200), 0)
+    both = _guess(scores(run, data, pair, "both", 200), 0)
     assert both.correct == both.runs == 200 and both.bound > 3.0
-    assert guess(scores(run, data, pair, "messages", 200), 0).rate < 0.7
+    assert _guess(scores(run, data, pair, "messages", 200), 0).rate < 0.7
 
 
 def test_decisions_from_messages_add_nothing_to_them() -> None:
@@ -238,7 +247,7 @@ def test_decisions_from_messages_add_nothing_to_them() -> None:
 
 
 def test_roc_and_interval() -> None:
-    alarms, detections = roc(np.array([1.0, 2.0, np.inf]), np.array([-1.0, 1.0]))
+    alarms, detections = _roc(np.array([1.0, 2.0, np.inf]), np.array([-1.0, 1.0]))
     np.testing.assert_allclose(alarms, [0, 0, 0, 0.5, 1])
     np.testing.assert_allclose(detections, [0, 1 / 3, 2 / 3, 1, 1])
     assert interval(0, 10, 0.95) == pytest.approx((0.0, 0.3085), abs=1e-4)
@@ -247,5 +256,5 @@ def test_roc_and_interval() -> None:
 
 def test_without_a_hint_a_coin_guesses() -> None:
     """Of 1000 coins, 400 to 600 are right with all but 1e-9 of probability."""
-    guessed = guess([np.zeros(500), np.zeros(500)], 0)
+    guessed = _guess([np.zeros(500), np.zeros(500)], 0)
     assert 400 < guessed.correct < 600 and guessed.bound < 0.5

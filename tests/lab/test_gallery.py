@@ -19,7 +19,7 @@ from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
 from sottovoce_lab import gallery
-from sottovoce_lab.gallery import SHOWN, gallery_of, png
+from sottovoce_lab.gallery import SHOWN, _png, gallery_of
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "jinja2"):
@@ -59,11 +59,11 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
 
 def test_a_picture_is_a_grey_png() -> None:
     """1 is black, 0 is white; where numbers may be negative, 0 is grey."""
-    data = png(np.array([[0.0, 1.0, 0.5]]))
+    data = _png(np.array([[0.0, 1.0, 0.5]]))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[16:24] == bytes([0, 0, 0, 3, 0, 0, 0, 1])
     begin = data.index(b"IDAT") + 4
     assert zlib.decompress(data[begin : data.index(b"IEND") - 8]) == bytes([0, 255, 0, 128])
-    signed = png(np.array([[0.0, 1.0, -1.0]]))
+    signed = _png(np.array([[0.0, 1.0, -1.0]]))
     assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
 
 

@@ -12,7 +12,7 @@ from sottovoce.auditing.bounds import interval
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw
-from sottovoce_lab.breaking import Spoken, forgetful, notices, overspent, times
+from sottovoce_lab.breaking import Spoken, _overspent, forgetful, notices, times
 from sottovoce_lab.catalogue import MUTANTS
 from sottovoce_lab.mutants import Broken, Mutant, noisy
 from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms, MutantOutcome, added, attempt, false_alarms
@@ -68,8 +68,8 @@ def test_correct_messages_are_not_noticed() -> None:
     broken = forgetful(said)
     stopped = [each for each in said.messages if each.round < 3]
     assert notices(stopped, plan) == {} and len(broken) > len(stopped)
-    assert len(overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
-    assert all(each.round < 16 for each in broken) and overspent(broken, plan)[0].startswith("learner-0")
+    assert len(_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
+    assert all(each.round < 16 for each in broken) and _overspent(broken, plan)[0].startswith("learner-0")
 
 
 def test_what_breaks_nothing_is_missed() -> None:

@@ -9,18 +9,7 @@ from sottovoce_lab.catalogue.reuse import LEARNERS, RUNS, WITHIN
 from sottovoce_lab.catalogue.wire import LATTICE, WIRE
 from sottovoce_lab.mutants import Mutant
 
-CATALOGUE: tuple[Mutant, ...] = (
-    *SCALE,
-    *SHAPE,
-    *SUPPORT,
-    *LATTICE,
-    *WITHIN,
-    *LEARNERS,
-    *RUNS,
-    *CENTRE,
-    *DATA,
-    *WIRE,
-)
+CATALOGUE: tuple[Mutant, ...] = (*SCALE, *SHAPE, *SUPPORT, *LATTICE, *WITHIN, *LEARNERS, *RUNS, *CENTRE, *DATA, *WIRE)
 """All of them."""
 
 MUTANTS = tuple(mutant for mutant in CATALOGUE if mutant.quick)

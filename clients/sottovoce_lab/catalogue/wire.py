@@ -341,11 +341,7 @@ WIRE = (
     _protocol("retry", "a round said again, fresh noise", heard(retried)),
     _protocol("two faces", "one neighbour hears other bytes", heard(two_faced)),
     _protocol(
-        "forgetful",
-        "a restart forgets what was spent",
-        heard(forgetful),
-        family="ledger",
-        base="ldp-dol, budget",
+        "forgetful", "a restart forgets what was spent", heard(forgetful), family="ledger", base="ldp-dol, budget"
     ),
 )
 """What is given away beside the numbers, and messages that should never be."""

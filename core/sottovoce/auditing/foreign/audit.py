@@ -117,7 +117,7 @@ def audit_conversations(
     say("black box")
     learnt, _ = split(len(kept), boxed)
     clocks, answers = timing(kept), answer_views(kept, learnt)
-    seen_in = views(kept) | spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
+    seen_in = views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
     seen_in |= clocks if one_machine else {}
     bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
     shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
@@ -150,7 +150,7 @@ def audit_conversations(
     )
 
 
-def spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
+def _spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
     """Views that see how far numbers lie from their middle: noise of another size tells a world, too.
 
     Args:

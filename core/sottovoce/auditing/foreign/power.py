@@ -31,7 +31,7 @@ _SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
 _MAIN = 8
 """Primary tests of single numbers share half of their level, about."""
 
-MOST_RUNS = 2**20
+_MOST_RUNS = 2**20
 """Of each world; with more nobody makes an audit."""
 
 
@@ -79,7 +79,7 @@ class Power:
     def losses(self, factor: float) -> FloatArray:
         """Losses of runs whose noise is the claimed one divided by a factor."""
         if self._delta > 0.0:
-            shift = factor * gaussian_shift(self._claim, self._delta)
+            shift = factor * _gaussian_shift(self._claim, self._delta)
             losses: FloatArray = shift * self._noise[:, 0] + shift**2 / 2.0
             return losses
         shift = factor * self._claim / self._messages
@@ -115,12 +115,12 @@ class Power:
         runs = 16.0
         while not self.finds(factor, 2 * int(runs)):
             runs *= 1.1
-            if runs > MOST_RUNS:
+            if runs > _MOST_RUNS:
                 return math.inf
         return int(float(f"{runs:.2g}"))
 
 
-def gaussian_shift(epsilon: float, delta: float) -> float:
+def _gaussian_shift(epsilon: float, delta: float) -> float:
     """How many standard deviations apart Gaussian noise may put the worlds (Balle and Wang 2018)."""
     return float(optimize.brentq(lambda shift: _gaussian_delta(shift, epsilon) - delta, 1e-9, 1e3 + 10.0 * epsilon))
 

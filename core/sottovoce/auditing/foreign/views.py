@@ -37,7 +37,7 @@ _DEGREE, _TERMS, _ROWS_A_TERM = 4, 500, 5
 _NUMBERS = 2**24
 """Of all terms of all answers together, at most: 128 MiB."""
 
-RIDGE, _FOLDS, _LEAST = 1e-8, 4, 16
+_RIDGE, _FOLDS, _LEAST = 1e-8, 4, 16
 """Of the regressions; and from so many answers on there is one."""
 
 
@@ -173,7 +173,7 @@ def _solved(terms: FloatArray, answered: FloatArray) -> FloatArray:
     """Coefficients, with a ridge so small that it matters only where terms are alike, or more than answers."""
     size = np.sqrt((terms**2).mean(axis=0)) + np.finfo(np.float64).tiny
     scaled = terms / size
-    gram = scaled.T @ scaled + RIDGE * max(len(terms), 1) * np.eye(scaled.shape[1])
+    gram = scaled.T @ scaled + _RIDGE * max(len(terms), 1) * np.eye(scaled.shape[1])
     solved: FloatArray = np.linalg.solve(gram, scaled.T @ answered) / size[:, None]
     return solved
 
@@ -181,7 +181,7 @@ def _solved(terms: FloatArray, answered: FloatArray) -> FloatArray:
 def _beside_others(left: FloatArray, own: BoolArray) -> FloatArray:
     """What is left of each number after all others of its answer, too: by the inverse of their covariances."""
     covariance = np.cov(left[own], rowvar=False).reshape(left.shape[1], left.shape[1])
-    ridge = RIDGE * np.diag(np.diag(covariance)) + np.finfo(np.float64).tiny * np.eye(len(covariance))
+    ridge = _RIDGE * np.diag(np.diag(covariance)) + np.finfo(np.float64).tiny * np.eye(len(covariance))
     inverse = np.linalg.pinv(covariance + ridge, hermitian=True)
     rest: FloatArray = left @ inverse / np.maximum(np.diag(inverse), np.finfo(np.float64).tiny)
     return np.clip(rest, -1e6, 1e6)

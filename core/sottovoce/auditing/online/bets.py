@@ -42,7 +42,7 @@ class Bet(ABC):
         """Logarithm of the e-value `(...)` of sums `(..., width)`."""
 
 
-def krichevsky_trofimov(counted: FloatArray, law: FloatArray) -> FloatArray:
+def _krichevsky_trofimov(counted: FloatArray, law: FloatArray) -> FloatArray:
     """Log e-value of a mixture over all laws on cells against this one, `counted (..., cells)`.
 
     Krichevsky and Trofimov 1981: the laws are Dirichlet, with one half for each cell.
@@ -54,7 +54,7 @@ def krichevsky_trofimov(counted: FloatArray, law: FloatArray) -> FloatArray:
     return e
 
 
-def too_many(counted: FloatArray, expected: FloatArray) -> FloatArray:
+def _too_many(counted: FloatArray, expected: FloatArray) -> FloatArray:
     """Log e-value of so many events that each were rare, given all before: a mixture over how much more often they come.
 
     For a rate l, `l^counted exp(-(l - 1) expected)`; rates have the law Gamma(1/2, 1e-4), some thousands at first, above 1:
@@ -90,7 +90,7 @@ class Scale(Bet):
         return e
 
 
-def counts(rows: int, cells: int, where: IntArray, kept: FloatArray | BoolArray) -> FloatArray:
+def _counts(rows: int, cells: int, where: IntArray, kept: FloatArray | BoolArray) -> FloatArray:
     """How many of the numbers of each row, `(rows, numbers)`, are in which cell: `(rows, cells)`."""
     of_row = where + cells * np.arange(rows)[:, None]
     counted = np.bincount(of_row.ravel(), kept.ravel(), rows * cells).astype(np.float64)
@@ -106,12 +106,12 @@ class Histogram(Bet):
     def sums(self, seen: Seen) -> FloatArray:
         below = np.where(seen.signs > 0, 1.0 - 0.5 * seen.tail, 0.5 * seen.tail)
         cell = np.minimum((below * self.cells).astype(np.int64), self.cells - 1)
-        return counts(len(cell), self.cells, cell, seen.known)
+        return _counts(len(cell), self.cells, cell, seen.known)
 
     def e(self, sums: FloatArray) -> FloatArray:
         half = self.cells // 2
         folded = sums[..., half:] + sums[..., half - 1 :: -1]
-        both = [krichevsky_trofimov(each, np.full(each.shape[-1], 1.0 / each.shape[-1])) for each in (sums, folded)]
+        both = [_krichevsky_trofimov(each, np.full(each.shape[-1], 1.0 / each.shape[-1])) for each in (sums, folded)]
         return mixture(np.stack(both, axis=-1))
 
 
@@ -135,11 +135,11 @@ class LowBits(Bet):
         first = 4 * np.arange(self.nibbles)
         kept = np.broadcast_to(lost[..., None] + first + 4 <= self.even, (*whole.shape, self.nibbles))
         of_each = (whole[..., None] >> first & 15) + 16 * (first // 4 + self.nibbles * np.arange(2)[:, None, None])
-        nibbles = counts(rows, 32 * self.nibbles, of_each.reshape(rows, -1), kept.reshape(rows, -1))
+        nibbles = _counts(rows, 32 * self.nibbles, of_each.reshape(rows, -1), kept.reshape(rows, -1))
         marked = whole | (1 << self.zeros - 1)
         ends = np.frexp((marked & -marked).astype(np.float64))[1] - 1 + self.zeros * np.arange(2)[:, None]
         kept = np.broadcast_to(lost + self.zeros <= self.even, ends.shape)
-        zeros = counts(rows, 2 * self.zeros, ends.reshape(rows, -1), kept.reshape(rows, -1))
+        zeros = _counts(rows, 2 * self.zeros, ends.reshape(rows, -1), kept.reshape(rows, -1))
         judged = kept.sum(axis=-1)
         coarse = (judged > 0) & ~(kept & (whole & 1 == 1)).any(axis=-1)
         expected = np.where(judged > 0, 2.0**-judged, 0.0)
@@ -150,9 +150,9 @@ class LowBits(Bet):
         nibbles = sums[..., :split].reshape(*sums.shape[:-1], 2 * self.nibbles, 16)
         zeros = sums[..., split:-4].reshape(*sums.shape[:-1], 2, self.zeros)
         each = (
-            krichevsky_trofimov(nibbles, np.full(16, 1 / 16)),
-            krichevsky_trofimov(zeros, self.law),
-            too_many(sums[..., -4:-2], sums[..., -2:]),
+            _krichevsky_trofimov(nibbles, np.full(16, 1 / 16)),
+            _krichevsky_trofimov(zeros, self.law),
+            _too_many(sums[..., -4:-2], sums[..., -2:]),
         )
         return mixture(np.stack([mixture(e) for e in each], axis=-1))
 
@@ -162,7 +162,7 @@ class LowBits(Bet):
 
 def _hits(hits: FloatArray, trials: FloatArray, chance: float) -> FloatArray:
     """Log e-value of so many hits, each of probability `chance` at most."""
-    return krichevsky_trofimov(np.stack([hits, trials - hits], axis=-1), np.array([chance, 1.0 - chance]))
+    return _krichevsky_trofimov(np.stack([hits, trials - hits], axis=-1), np.array([chance, 1.0 - chance]))
 
 
 class Repeats(Bet):
@@ -183,8 +183,8 @@ class Repeats(Bet):
     def e(self, sums: FloatArray) -> FloatArray:
         twice, exact, again, known, expected, summed, by_chance = np.moveaxis(sums, -1, 0)
         near = _hits(twice, exact, (1 + 2 * LAGS) * NEAR)
-        heard = _hits(again, known, CHANCE), too_many(known, expected)
-        return mixture(np.stack([near, *heard, too_many(summed, by_chance)], axis=-1))
+        heard = _hits(again, known, CHANCE), _too_many(known, expected)
+        return mixture(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
 
 
 class Shared(Bet):
@@ -201,13 +201,13 @@ class Shared(Bet):
     def e(self, sums: FloatArray) -> FloatArray:
         again, known, cancelled, exact, summed, by_chance = np.moveaxis(sums, -1, 0)
         either = _hits(again, known, CHANCE), _hits(cancelled, exact, NEAR)
-        return mixture(np.stack([*either, too_many(summed, by_chance)], axis=-1))
+        return mixture(np.stack([*either, _too_many(summed, by_chance)], axis=-1))
 
 
 # ---- dependence ------------------------------------------------------------------------------------------------------
 
 
-def on_signs(s: FloatArray, v: FloatArray, variance: float) -> FloatArray:
+def _on_signs(s: FloatArray, v: FloatArray, variance: float) -> FloatArray:
     """Log e-value of `S = sum X sign(r)`, `V = sum X^2`.
 
     Signs are fair whatever the size, so `exp(l S - l^2 V/2)` is an e-process for every l, and so is its mean over normal l.
@@ -216,7 +216,7 @@ def on_signs(s: FloatArray, v: FloatArray, variance: float) -> FloatArray:
     return e
 
 
-def on_sizes(s: FloatArray, v: FloatArray, rate: float) -> FloatArray:
+def _on_sizes(s: FloatArray, v: FloatArray, rate: float) -> FloatArray:
     """Log e-value of `S = sum X (|r| - 1)`, `V = sum X^2`, with |X| <= 1: exponential numbers are sub-gamma.
 
     `log E exp(u (|r| - 1)) = -u - log(1 - u) <= u^2/(2 (1 - |u|))`.
@@ -225,7 +225,7 @@ def on_sizes(s: FloatArray, v: FloatArray, rate: float) -> FloatArray:
     return e
 
 
-class Dependence(Bet):
+class _Dependence(Bet):
     """Bets that signs and sizes follow something that was there before: X, for so many X at once."""
 
     variances = (0.01, 0.1)
@@ -239,18 +239,18 @@ class Dependence(Bet):
 
     def e(self, sums: FloatArray) -> FloatArray:
         s, v, size, spread = np.split(sums, 4, axis=-1)
-        signs = [on_signs(s, v, variance) for variance in self.variances]
-        sizes = [on_sizes(size, spread, rate) for rate in self.rates]
+        signs = [_on_signs(s, v, variance) for variance in self.variances]
+        sizes = [_on_sizes(size, spread, rate) for rate in self.rates]
         both = [mixture(np.concatenate(each, axis=-1)) for each in (signs, sizes)]
         return mixture(np.stack(both, axis=-1), np.array(self.shares))
 
 
-def excess(seen: Seen) -> FloatArray:
+def _excess(seen: Seen) -> FloatArray:
     """Sizes without their mean, 0 where unknown."""
     return seen.sizes - seen.known
 
 
-class Lag(Dependence):
+class Lag(_Dependence):
     """X: noise of every learner in each of the rounds before, at the same coordinate and beside it."""
 
     name = "lag"
@@ -261,7 +261,7 @@ class Lag(Dependence):
             [
                 seen.signs @ before.normal.T,
                 np.abs(seen.signs) @ before.squares.T,
-                excess(seen) @ before.even.T,
+                _excess(seen) @ before.even.T,
                 seen.known @ before.even_squares.T,
             ],
             axis=1,
@@ -280,10 +280,10 @@ class FarLag(Bet):
 
     def e(self, sums: FloatArray) -> FloatArray:
         s, v = np.split(sums, 2, axis=-1)
-        return mixture(on_signs(s, v, self.variance))
+        return mixture(_on_signs(s, v, self.variance))
 
 
-class OwnLag(Dependence):
+class OwnLag(_Dependence):
     """X: a learner's own noise in each of the rounds before; may be added up over learners."""
 
     name = "lag"
@@ -299,7 +299,7 @@ class OwnLag(Dependence):
             [
                 own(before.normal, seen.signs),
                 own(before.squares, np.abs(seen.signs)),
-                own(before.even, excess(seen)),
+                own(before.even, _excess(seen)),
                 own(before.even_squares, seen.known),
             ],
             axis=1,
@@ -307,7 +307,7 @@ class OwnLag(Dependence):
         return found.reshape(rows, -1)
 
 
-class Past(Dependence):
+class Past(_Dependence):
     """X: what the learner had when it drew."""
 
     name = "past"
@@ -315,11 +315,11 @@ class Past(Dependence):
     def sums(self, seen: Seen) -> FloatArray:
         x = seen.past
         size = np.clip(np.abs(x) - 1.0, -1.0, 1.0)
-        pairs = ((x, seen.signs), (x**2, np.abs(seen.signs)), (size, excess(seen)), (size**2, seen.known))
+        pairs = ((x, seen.signs), (x**2, np.abs(seen.signs)), (size, _excess(seen)), (size**2, seen.known))
         return np.concatenate([(left @ right[..., None])[..., 0] for left, right in pairs], axis=1)
 
 
-class Copies(Dependence):
+class Copies(_Dependence):
     """X: noise of the learners before this one in the same round, at the same coordinate and beside it."""
 
     name = "copies"
@@ -330,7 +330,7 @@ class Copies(Dependence):
             [
                 seen.signs @ normal.T,
                 np.abs(seen.signs) @ (normal**2).T,
-                excess(seen) @ even.T,
+                _excess(seen) @ even.T,
                 seen.known @ (even**2).T,
             ],
             axis=1,

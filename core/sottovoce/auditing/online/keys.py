@@ -33,7 +33,7 @@ SIZE = 2**20 - 3
 """Keys in a table, at most: a prime number, so that keys of coarse noise are spread, too. 16 MiB, used as they come."""
 
 
-def keys_of(values: FloatArray) -> IntArray:
+def _keys_of(values: FloatArray) -> IntArray:
     """The keys of standard Laplace numbers."""
     half = 1 << (_WINDOW_BITS - 1)
     keys: IntArray = (np.rint(values * 2.0**GRID_BITS).astype(np.int64) + half) >> _WINDOW_BITS
@@ -99,7 +99,7 @@ class Keys:
             exact: which of them are known to a few lattice points; the others are left out.
         """
         n = len(values)
-        before, after, owner = self._links(keys_of(np.where(exact, values, 0.0)), exact)
+        before, after, owner = self._links(_keys_of(np.where(exact, values, 0.0)), exact)
         slots = before % SIZE
         known = self._keys[slots] == before
         again = known & (self._next[slots] == after)
@@ -218,7 +218,7 @@ class _Table:
     """
 
     def __init__(self, values: FloatArray) -> None:
-        self._values, self._keys = values, keys_of(np.abs(values))
+        self._values, self._keys = values, _keys_of(np.abs(values))
         self._columns = np.arange(values.shape[1])
         self._slots = _ROOM * len(values) + 1
         self._rows = np.zeros((self._slots, values.shape[1]), dtype=np.int64)
@@ -228,7 +228,7 @@ class _Table:
     def summed(self, row: int, first: int) -> BoolArray:
         """`(2, numbers)` of a row: whether a number is a sum of rows before `first`, and if not, of rows before its own."""
         one = self._values[:row]
-        rest = keys_of(np.abs(np.stack([self._values[row] - one, self._values[row] + one])))
+        rest = _keys_of(np.abs(np.stack([self._values[row] - one, self._values[row] + one])))
         other = self._rows[rest % self._slots, self._columns]
         newer = np.maximum(other, np.arange(row)[:, None])
         found = (self._keys[other, self._columns] == rest) & (newer < row)

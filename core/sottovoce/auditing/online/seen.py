@@ -20,7 +20,7 @@ from sottovoce.auditing.online.keys import Keys, Novelty, Summed, Sums
 LAGS = 8
 """Rounds before that noise is compared with."""
 
-FARTHEST_LAG = 64
+_FARTHEST_LAG = 64
 """Rounds before whose noise signs are compared with, at the same coordinate alone."""
 
 SHIFTS = (-1, 0, 1)
@@ -86,7 +86,7 @@ class RoundNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class _Before:
     """Noise of earlier rounds, `(LAGS * shifts * learners, numbers)` each: the same for all learners.
 
     Rounds stand where they were written; a new one takes the place of the oldest.
@@ -138,7 +138,7 @@ class Seen:
     said: IntArray
     lost: ByteArray
     past: FloatArray
-    before: Before
+    before: _Before
     far: FloatArray
     twice: IntArray
     cancelled: IntArray
@@ -169,7 +169,7 @@ class Memory:
     _rounds: int = 0
     _last: Seen | None = None
     _values: FloatArray = field(init=False)
-    _before: Before = field(init=False)
+    _before: _Before = field(init=False)
     _squares: FloatArray = field(init=False)
     _sums: Sums = field(init=False)
     _far: FloatArray = field(init=False)
@@ -178,9 +178,9 @@ class Memory:
         rows = LAGS * len(SHIFTS) * self.learners
         self._values = np.full((LAGS, self.learners, self.numbers), np.inf)
         blank = [np.zeros((rows, self.numbers)) for _ in range(4)]
-        self._before = Before(blank[0], blank[1], blank[2], blank[3], np.arange(LAGS)[::-1].copy())
+        self._before = _Before(blank[0], blank[1], blank[2], blank[3], np.arange(LAGS)[::-1].copy())
         self._squares = np.zeros((self.learners, len(_PAST), 1))
-        self._far = np.zeros((FARTHEST_LAG * self.learners, self.numbers))
+        self._far = np.zeros((_FARTHEST_LAG * self.learners, self.numbers))
         self._sums = Sums(LAGS, self.learners, self.numbers)
         self.keys.begin_run()
 

@@ -55,10 +55,10 @@ from sottovoce.running.run import Run
 # ---- stakes ----------------------------------------------------------------------------------------------------------
 
 
-BLOCKS = (16, 256)
+_BLOCKS = (16, 256)
 """Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
 
-OWN: tuple[tuple[Bet, float], ...] = (
+_OWN: tuple[tuple[Bet, float], ...] = (
     (Scale(), 0.2),
     (Histogram(), 0.1),
     (LowBits(), 0.1),
@@ -69,7 +69,7 @@ OWN: tuple[tuple[Bet, float], ...] = (
 )
 """Bets on each learner, and their shares of its stake."""
 
-POOLED: tuple[tuple[Bet, float], ...] = (
+_POOLED: tuple[tuple[Bet, float], ...] = (
     (Scale(), 0.25),
     (Histogram(), 0.1),
     (LowBits(), 0.1),
@@ -78,12 +78,12 @@ POOLED: tuple[tuple[Bet, float], ...] = (
 )
 """Bets on the sums of all learners, and their shares of the stake on all together."""
 
-SHARED: tuple[tuple[Bet, float], ...] = ((Copies(), 0.25), (Shared(), 0.1))
-"""Bets on every learner beside those before it in the same round: the mean over learners; shares as in `POOLED`."""
+_SHARED: tuple[tuple[Bet, float], ...] = ((Copies(), 0.25), (Shared(), 0.1))
+"""Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class _Gain:
     """E-values now; columns: all learners together, and every learner.
 
     Attributes:
@@ -99,7 +99,7 @@ class Gain:
     changed: tuple[str, ...]
 
 
-class Stakes:
+class _Stakes:
     """The sums of all bets; row 0 since round 0, then those of the blocks.
 
     Args:
@@ -108,38 +108,38 @@ class Stakes:
 
     def __init__(self, learners: int) -> None:
         self._sums: dict[type[Bet], FloatArray] = {}
-        self._detectors = tuple(Detector(1 + learners) for _ in BLOCKS)
+        self._detectors = tuple(Detector(1 + learners) for _ in _BLOCKS)
         self._rounds = 0
-        self._bets = tuple({type(bet): bet for bet, _ in (*OWN, *POOLED, *SHARED)}.values())
-        self._now: FloatArray = np.zeros((1 + len(BLOCKS), 1 + learners))
+        self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
+        self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
 
-    def add(self, seen: Seen) -> Gain:
+    def add(self, seen: Seen) -> _Gain:
         """A round more."""
         self._begin_blocks()
         for bet in self._bets:
             added = bet.sums(seen)
-            kept = self._sums.setdefault(type(bet), np.zeros((1 + len(BLOCKS), *added.shape)))
+            kept = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *added.shape)))
             kept += added
         self._rounds += 1
         return self._gain()
 
     def _begin_blocks(self) -> None:
-        for k, (length, detector) in enumerate(zip(BLOCKS, self._detectors, strict=True), 1):
+        for k, (length, detector) in enumerate(zip(_BLOCKS, self._detectors, strict=True), 1):
             if self._rounds and self._rounds % length == 0:
                 detector.add(self._now[k])
                 for kept in self._sums.values():
                     kept[k] = 0.0
 
-    def _gain(self) -> Gain:
-        own = [bet.e(self._sums[type(bet)]) for bet, _ in OWN]
-        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in POOLED]
-        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in SHARED]
+    def _gain(self) -> _Gain:
+        own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
+        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
+        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
         on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
         self._now = np.concatenate(
-            [mixture(on_all, _shares(*POOLED, *SHARED))[:, None], mixture(on_each, _shares(*OWN))], axis=1
+            [mixture(on_all, _shares(*_POOLED, *_SHARED))[:, None], mixture(on_each, _shares(*_OWN))], axis=1
         )
         late = np.stack([each.with_next(now) for each, now in zip(self._detectors, self._now[1:], strict=True)])
-        return Gain(
+        return _Gain(
             e=self._now[0],
             change=mixture(late.T),
             tests=self._strongest(on_all[0], on_each[0]),
@@ -147,8 +147,8 @@ class Stakes:
         )
 
     def _strongest(self, on_all: FloatArray, on_each: FloatArray) -> tuple[str, ...]:
-        all_names = [bet.name for bet, _ in (*POOLED, *SHARED)]
-        own_names = [bet.name for bet, _ in OWN]
+        all_names = [bet.name for bet, _ in (*_POOLED, *_SHARED)]
+        own_names = [bet.name for bet, _ in _OWN]
         return all_names[int(on_all.argmax())], *(own_names[k] for k in on_each.argmax(axis=-1))
 
 
@@ -159,7 +159,7 @@ def _shares(*bets: tuple[Bet, float]) -> FloatArray:
 # ---- watch -----------------------------------------------------------------------------------------------------------
 
 
-class Records(Protocol):
+class _Records(Protocol):
     """What a learner learns."""
 
     def batch(self, t: int) -> Batch:
@@ -201,7 +201,7 @@ class _Stake:
         self.e = self.change = 0.0
         self.test = self.changed = "scale"
 
-    def update(self, gain: Gain, k: int) -> None:
+    def update(self, gain: _Gain, k: int) -> None:
         """After another round."""
         self.e, self.change = float(gain.e[k]), float(gain.change[k])
         self.test, self.changed = gain.tests[k], gain.changed[k]
@@ -237,13 +237,13 @@ class _Watched(_Stake):
         self._impossible = self._impossible or test
         self.e, self.test = math.inf, self._impossible
 
-    def update(self, gain: Gain, k: int) -> None:
+    def update(self, gain: _Gain, k: int) -> None:
         super().update(gain, k)
         if self._impossible:
             self.refute(self._impossible)
 
     def take(
-        self, messages: Mapping[int, Message], records: Records, into: RoundNoise, row: int, starts: Mapping[str, int]
+        self, messages: Mapping[int, Message], records: _Records, into: RoundNoise, row: int, starts: Mapping[str, int]
     ) -> None:
         """Take the noise of the next round off, and put it into its row."""
         if not self.heard:
@@ -282,7 +282,7 @@ class Watch:
     def __init__(
         self,
         run: Run,
-        records: Sequence[Records] | Mapping[int, Records],
+        records: Sequence[_Records] | Mapping[int, _Records],
         alpha: float,
         learners: Sequence[int],
         keys: Keys | None = None,
@@ -300,7 +300,7 @@ class Watch:
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
         self._numbers = sum(widths.values())
         self._memory = Memory(len(self.learners), self._numbers, self.keys)
-        self._stakes = Stakes(len(self.learners))
+        self._stakes = _Stakes(len(self.learners))
 
     @property
     def e(self) -> float:
