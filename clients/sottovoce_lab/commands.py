@@ -32,6 +32,10 @@ _Jobs = Annotated[
     int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")
 ]
 _Seed = Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder for the results.", show_default="none are written"),
+]
 
 
 @lab_app.command("self-test")
@@ -59,7 +63,7 @@ def self_test(
     backend: WorkedOnBy = "processes",
     jobs: _Jobs = None,
     seed: _Seed = 0,
-    out: Annotated[Path | None, results_of("audit")] = None,
+    out: _Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Test the auditor: does it catch broken learners, and how often does it accuse correct ones?
@@ -95,12 +99,13 @@ def power(
     backend: WorkedOnBy = "processes",
     jobs: _Jobs = None,
     seed: _Seed = 0,
-    out: Annotated[Path | None, results_of("audit")] = None,
+    out: _Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure with how many runs the audit finds every broken learner of the catalogue. Takes half an hour.
 
-    Writes power.md and power.json to the folder of --out. Exits with 1 if a broken learner with enough evidence is missed.
+    Writes power.md and power.json to the folder of --out, in place of earlier ones. Exits with 1 if a broken learner with enough
+    evidence is missed.
     """
     from sottovoce_lab.power import measure_power
 

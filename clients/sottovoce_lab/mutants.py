@@ -98,6 +98,18 @@ class Mutant:
     quick: bool = True
 
 
+def faults(kind: Kind) -> Callable[..., Mutant]:
+    """Return a constructor of mutants of one class, which conformance must find unless more is given."""
+
+    def fault(
+        name: str, what: str, breaks: Breaks, limit: Limit | None = None, *, quick: bool = False, **more: Any
+    ) -> Mutant:
+        usual: dict[str, Any] = {"family": "conformance", "runs": SEEN if quick else MOST, "limit": limit}
+        return Mutant(name, what, breaks, kind=kind, quick=quick, **{**usual, **more})
+
+    return fault
+
+
 # ---- how -------------------------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ def test_draws_know_their_lattice() -> None:
     ["0.9 of the scale", "raw doubles", "pvp says f", "half the sensitivity", "length"],
 )
 def test_broken_learners_are_caught(name: str) -> None:
-    """By the family that should see it. The rest of them: `tests/long/test_selftest.py`."""
+    """By the family that should see it. The rest of them: `tests/lab/test_whole.py`."""
     outcome = tried(name)
     assert outcome.needed is not None and outcome.needed <= outcome.allowed and not outcome.missed
     assert BY_NAME[name].family in outcome.families and outcome.evidence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,13 @@ from sottovoce.running.replay import replay
 from sottovoce.running.run import Run
 from sottovoce_lab.breaking import Altered, Change, each_message, each_number, event, rescaled, scaled
 from sottovoce_lab.mutants import (
-    MOST,
-    SEEN,
     Breaks,
     Broken,
     Following,
     Mutant,
     Says,
     altered,
+    faults,
     following,
     laplace_only,
     mirrored,
@@ -130,46 +129,25 @@ def _stale(part: float) -> Following:
     return lambda noise, draw, says: noise - draw.rounded(part * says.moved)
 
 
-_centre = partial(Mutant, family="conformance", kind="centre", runs=MOST, base="dola", quick=False)
+_centre = partial(faults("centre"), base="dola")
 
 CENTRE = (
-    Mutant("pvp says f", "the minimiser is sent, not f + e", _says_f, "conformance", SEEN, base="pvp", kind="centre"),
-    Mutant(
-        "summed",
-        "gradients summed, not averaged",
-        _batches(_summed),
-        "conformance",
-        SEEN,
-        "dola, batches of 4",
-        kind="centre",
+    _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
+    _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
+    _centre(
+        "not clipped", "records at ten times their bound", with_loss(_Unclipped), quick=True, swap=mirrored(10.0, -10.0)
     ),
-    Mutant(
-        "not clipped",
-        "records at ten times their bound",
-        with_loss(_Unclipped),
-        "conformance",
-        SEEN,
-        "dola",
-        mirrored(10.0, -10.0),
-        "centre",
-    ),
-    Mutant(
-        "half the sensitivity",
-        "half the sensitivity is charged",
-        _understating(lambda run: 0.5),
-        "likelihood",
-        500,
-        "dola, 1 feature",
-        kind="centre",
-    ),
-    Mutant(
-        "clipped in l2",
-        "an l2 norm charged: short by √d",
-        _understating(lambda run: float(run.algorithm.dim) ** -0.5),
-        "likelihood",
-        500,
-        "dola, 9 features",
-        kind="centre",
+    *(
+        _centre(name, what, _understating(share), quick=True, family="likelihood", runs=500, base=base)
+        for name, what, share, base in (
+            ("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, "dola, 1 feature"),
+            (
+                "clipped in l2",
+                "an l2 norm charged: short by √d",
+                lambda run: float(run.algorithm.dim) ** -0.5,
+                "dola, 9 features",
+            ),
+        )
     ),
     _centre(
         "nine tenths of the sensitivity",
@@ -267,18 +245,18 @@ def _by_coordinate(factor: float) -> Change:
     return change
 
 
-_data = partial(Mutant, family="conformance", kind="noise that follows data", runs=MOST, quick=False)
+_data = faults("noise that follows data")
 
 
 def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share: float) -> Iterator[Mutant]:
     """Noise of a scale that follows something: another one in so many of the numbers."""
     for factor in (0.8, 0.95):
         name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, laplace_only(breaks(factor)), limit=each_number(share * rescaled(factor)))
+        yield _data(name, what, laplace_only(breaks(factor)), each_number(share * rescaled(factor)))
 
 
 DATA = (
-    replace(_data("zeros left out", "no noise on zero coordinates", following(_skips_zeros)), runs=SEEN, quick=True),
+    _data("zeros left out", "no noise on zero coordinates", following(_skips_zeros), quick=True),
     *_rescaling("after label 1", "the last label", lambda factor: following(_by_label(factor)), 0.5),
     *_rescaling("after a long step", "the norm of the step", lambda factor: following(_by_size(factor)), 0.5),
     *(
@@ -286,7 +264,7 @@ DATA = (
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
             laplace_only(following(_towards(share))),
-            limit=each_number(event(0.5 + share / 2.0, 0.5)),
+            each_number(event(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
@@ -295,14 +273,14 @@ DATA = (
         "one coordinate at 0.9",
         "the scale follows the coordinate",
         laplace_only(unaided(partial(_by_coordinate, 0.9))),
-        limit=each_message(rescaled(0.9)),
+        each_message(rescaled(0.9)),
     ),
     *(
         _data(
             f"label said, {size:g} scales large",
             "the noise's mean follows the last label",
             laplace_only(following(_marked(size))),
-            limit=each_number(math.exp(-size) - 1.0 + size),
+            each_number(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)
     ),

@@ -25,7 +25,7 @@ from sottovoce_lab.breaking import (
     sometimes,
     times,
 )
-from sottovoce_lab.mutants import MOST, SEEN, Broken, Mutant, altered, laplace_only, lattice_only, noisy, unaided, where
+from sottovoce_lab.mutants import Broken, Mutant, altered, faults, laplace_only, lattice_only, noisy, unaided, where
 
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
@@ -57,25 +57,31 @@ _twice_zeta = where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dv
     altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
 )
 
-_scale = partial(Mutant, family="conformance", kind="scale", runs=MOST, quick=False)
+_scale = faults("scale")
 
 
-def _of_scale(factor: float, name: str, what: str = "") -> Mutant:
+def _of_scale(factor: float, name: str, what: str = "", *, quick: bool = False) -> Mutant:
     breaks = unaided(partial(times, factor))
-    return _scale(name, what or f"noise of {factor:g} of its scale", breaks, limit=each_number(rescaled(factor)))
+    return _scale(name, what or f"noise of {factor:g} of its scale", breaks, each_number(rescaled(factor)), quick=quick)
 
 
 SCALE = (
-    replace(_of_scale(0.5, "half the noise", "noise of half its scale"), runs=SEEN, quick=True),
-    replace(_of_scale(0.9, "0.9 of the scale"), runs=SEEN, quick=True),
+    _of_scale(0.5, "half the noise", "noise of half its scale", quick=True),
+    _of_scale(0.9, "0.9 of the scale", quick=True),
     *(_of_scale(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
     _scale("one learner at 0.95", "0.95 of its scale, one learner", unaided(partial(_one_learner, 0.95))),
     *(
         _scale(f"runs vary by {100 * spread:g} %", "runs of another scale", noisy(partial(_by_run, spread=spread)))
         for spread in (0.2, 0.05)
     ),
-    Mutant(
-        "dvp, twice zeta", "zeta is alpha_hat: half the noise", _twice_zeta, "likelihood", 4000, "dvp", kind="scale"
+    _scale(
+        "dvp, twice zeta",
+        "zeta is alpha_hat: half the noise",
+        _twice_zeta,
+        family="likelihood",
+        runs=4000,
+        base="dvp",
+        quick=True,
     ),
 )
 """Noise of another scale."""
@@ -138,46 +144,36 @@ def _of_logistic(sizes: FloatArray) -> FloatArray:
     return density
 
 
-_shape = partial(Mutant, family="conformance", kind="tails and shape", runs=MOST, quick=False)
+_shape = faults("tails and shape")
 
 
 def _of_gaussian(share: float) -> Mutant:
     breaks = noisy(lambda generator: sometimes(_gaussian(generator), share, generator))
     what = f"{100 * share:g} % of the numbers are Gaussian"
-    return _shape(
-        f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), limit=each_number(shaped(_mixed(share)))
-    )
+    return _shape(f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), each_number(shaped(_mixed(share))))
 
 
 SHAPE = (
-    Mutant(
-        "Gaussian",
-        "Gaussian noise, equal variance",
-        noisy(_gaussian),
-        "conformance",
-        SEEN,
-        kind="tails and shape",
-        limit=each_number(shaped(_normal)),
-    ),
+    _shape("Gaussian", "Gaussian noise, equal variance", noisy(_gaussian), each_number(shaped(_normal)), quick=True),
     *map(_of_gaussian, (0.5, 0.2, 0.1)),
     _shape(
         "logistic",
         "logistic noise, equal mean size",
         laplace_only(noisy(partial(_drawn, _logistic))),
-        limit=each_number(shaped(_of_logistic)),
+        each_number(shaped(_of_logistic)),
     ),
     _shape(
         "uniform",
         "uniform noise, equal mean size",
         laplace_only(noisy(partial(_drawn, _uniform))),
-        limit=each_number(shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
+        each_number(shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
     ),
     *(
         _shape(
             f"{100 * positive:g} % positive",
             "signs are not fair",
             laplace_only(noisy(partial(_skewed, positive=positive))),
-            limit=each_number(event(positive, 0.5)),
+            each_number(event(positive, 0.5)),
         )
         for positive in (0.6, 0.51)
     ),
@@ -185,7 +181,7 @@ SHAPE = (
         "centred at 0.02",
         "noise with a mean of 0.02 scales",
         laplace_only(unaided(partial(_shifted, 0.02))),
-        limit=each_number(math.exp(-0.02) - 1.0 + 0.02),
+        each_number(math.exp(-0.02) - 1.0 + 0.02),
     ),
 )
 """Noise of the right size and another law."""
@@ -247,7 +243,7 @@ def _biased(generator: Generator, extra: float = 0.015, near: float = 0.1) -> Ch
     return change
 
 
-_support = partial(Mutant, family="conformance", kind="support and atoms", runs=MOST, quick=False)
+_support = faults("support and atoms")
 _ATOM = 2.0**-41
 """About the probability of a single number."""
 
@@ -261,19 +257,20 @@ def _of_zeros(share: float, *, messages: bool) -> Mutant:
 
 SUPPORT = (
     *(
-        replace(_support(name, what, breaks), runs=SEEN, quick=True)
+        _support(name, what, breaks, quick=True)
         for name, what, breaks in (
             ("first only", "noise on the first message alone", unaided(_first_only)),
             ("a round left out", "no noise in one round", _without_a_round),
             ("a coordinate left out", "no noise on the last coordinate", unaided(lambda: _but_the_last)),
         )
     ),
-    replace(
-        _support("biased sampler", "1.5 % too much mass near zero", lattice_only(noisy(_biased))),
-        runs=SEEN,
+    _support(
+        "biased sampler",
+        "1.5 % too much mass near zero",
+        lattice_only(noisy(_biased)),
+        each_number(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
         quick=True,
         base="ldp-dol, 60,000 numbers",
-        limit=each_number(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
     ),
     _of_zeros(0.001, messages=True),
     _of_zeros(0.001, messages=False),
@@ -283,7 +280,7 @@ SUPPORT = (
             f"none beyond {most:g} scales",
             "noise is bounded",
             laplace_only(unaided(partial(_within, most))),
-            limit=each_number(-math.log(-math.expm1(-most))),
+            each_number(-math.log(-math.expm1(-most))),
         )
         for most in (4.0, 7.5, 10.0)
     ),
@@ -292,15 +289,12 @@ SUPPORT = (
             f"clipped at {most:g} scales",
             "what is beyond is said to be as much",
             laplace_only(unaided(partial(_clipped, most))),
-            limit=each_number(event(math.exp(-most), _ATOM), math.exp(-most)),
+            each_number(event(math.exp(-most), _ATOM), math.exp(-most)),
         )
         for most in (6.0, 10.0)
     ),
     _support(
-        "none within 0.01 scales",
-        "no small noise",
-        laplace_only(unaided(partial(_beyond, 0.01))),
-        limit=each_number(0.01),
+        "none within 0.01 scales", "no small noise", laplace_only(unaided(partial(_beyond, 0.01))), each_number(0.01)
     ),
 )
 """Noise that is missing, bounded, or too often the same number."""

@@ -24,7 +24,7 @@ from sottovoce_lab.breaking import (
     event,
     repeated,
 )
-from sottovoce_lab.mutants import MOST, SEEN, Mutant, laplace_only, noisy, together, unaided
+from sottovoce_lab.mutants import faults, laplace_only, noisy, together, unaided
 
 # ---- within ----------------------------------------------------------------------------------------------------------
 
@@ -97,21 +97,13 @@ def _drifting(rho: float) -> Change:
     return correlating(mix)
 
 
-_within = partial(Mutant, family="conformance", kind="reuse within a run", runs=MOST, quick=False)
+_within = faults("reuse within a run")
 _HALF = each_message(event(0.5, _TIE))
 
 WITHIN = (
-    Mutant(
-        "said again",
-        "noise repeated every other round",
-        unaided(_again),
-        "conformance",
-        SEEN,
-        kind="reuse within a run",
-        limit=_HALF,
-    ),
+    _within("said again", "noise repeated every other round", unaided(_again), _HALF, quick=True),
     *(
-        _within(name, what, laplace_only(unaided(make)), limit=_HALF)
+        _within(name, what, laplace_only(unaided(make)), _HALF)
         for name, what, make in (
             ("two rounds later", "noise said again two rounds later", partial(_again, 2)),
             ("five rounds later", "noise said again five rounds later", partial(_again, 5)),
@@ -134,14 +126,14 @@ WITHIN = (
         "halves",
         "half a message repeats the other half",
         laplace_only(unaided(lambda: _halves)),
-        limit=each_message(event(1.0 - 1e-9, _TIE)),
+        each_message(event(1.0 - 1e-9, _TIE)),
     ),
     *(
         _within(
             f"{100 * share:g} % said again",
             "some messages repeat the round before",
             laplace_only(noisy(partial(_relapse, share=share))),
-            limit=each_message(event(share, _TIE), share),
+            each_message(event(share, _TIE), share),
         )
         for share in (0.01, 0.001)
     ),
@@ -150,7 +142,7 @@ WITHIN = (
             f"correlation {rho:g} with the round before",
             "noise that drifts",
             laplace_only(unaided(partial(_drifting, rho))),
-            limit=each_number(correlated(rho)),
+            each_number(correlated(rho)),
         )
         for rho in (0.3, 0.1, 0.03)
     ),
@@ -237,26 +229,19 @@ def _of_one(nats: float) -> Limit:
     return lambda run, alpha: each_number(nats / run.spec.n_learners)(run, alpha)
 
 
-_across = partial(Mutant, family="conformance", kind="across learners", runs=MOST, quick=False)
+_across = faults("across learners")
+_TIED = each_message(event(0.3, _TIE))
 
 LEARNERS = (
     *(
-        Mutant(
-            name,
-            what,
-            together(breaks),
-            "conformance",
-            SEEN,
-            kind="across learners",
-            limit=each_message(event(0.3, _TIE)),
-        )
+        _across(name, what, together(breaks), _TIED, quick=True)
         for name, what, breaks in (
             ("one seed", "all learners draw from one seed", unaided(lambda: _one_seed)),
             ("clock as seed", "the starting second is the seed", noisy(_clock_seeded)),
         )
     ),
     *(
-        _across(name, what, together(laplace_only(unaided(make))), limit=each_message(event(0.3, _TIE)))
+        _across(name, what, together(laplace_only(unaided(make))), _TIED)
         for name, what, make in (
             (
                 "a shifted copy",
@@ -276,7 +261,7 @@ LEARNERS = (
             f"correlation {rho:g} of two" + (f", {lag} rounds later" if lag else ""),
             "one learner's noise follows another's",
             together(laplace_only(unaided(partial(_follower, rho, lag)))),
-            limit=_of_one(correlated(rho)),
+            _of_one(correlated(rho)),
         )
         for rho, lag in ((0.5, 3), (0.1, 0), (0.1, 3), (0.03, 0))
     ),
@@ -284,14 +269,14 @@ LEARNERS = (
         "summing to zero",
         "noise that cancels out over all learners",
         together(laplace_only(unaided(partial(_cancelling, 1.0)))),
-        limit=each_message(100.0),
+        each_message(100.0),
     ),
     *(
         _across(
             f"summing to {1.0 - share:g} of it",
             "noise that cancels out in part",
             together(laplace_only(unaided(partial(_cancelling, share)))),
-            limit=_cancelled(share),
+            _cancelled(share),
         )
         for share in (0.2, 0.05)
     ),
@@ -369,7 +354,7 @@ def _restored(generator: Generator, share: float) -> Change:
     return change
 
 
-_runs = partial(Mutant, family="conformance", kind="across runs", runs=MOST, quick=False)
+_runs = faults("across runs")
 
 
 def _spoken(run: Run) -> float:
@@ -381,21 +366,19 @@ def _started(run: Run) -> float:
 
 
 RUNS = (
-    Mutant(
+    _runs(
         "constant seed",
         "every run draws from the same seed",
         unaided(lambda: _every_run_alike),
-        "conformance",
-        SEEN,
-        kind="across runs",
-        limit=repeated(1.0, _started),
+        repeated(1.0, _started),
+        quick=True,
     ),
     *(
         _runs(
             f"2^{bits} seeds",
             "a run's seed is one of few",
             laplace_only(noisy(partial(_streams, count=2**bits))),
-            limit=repeated(2.0**bits, _started),
+            repeated(2.0**bits, _started),
         )
         for bits in (8, 12, 16, 20)
     ),
@@ -403,14 +386,14 @@ RUNS = (
         "seconds of a day",
         "a learner's seed is the time it started",
         laplace_only(noisy(partial(_streams, count=86_400))),
-        limit=repeated(86_400.0, _started),
+        repeated(86_400.0, _started),
     ),
     *(
         _runs(
             f"2^{bits} streams",
             "a message's seed is one of few",
             laplace_only(noisy(partial(_streams, count=2**bits, messages=True))),
-            limit=repeated(2.0**bits, _spoken),
+            repeated(2.0**bits, _spoken),
         )
         for bits in (16, 20, 24)
     ),
@@ -419,7 +402,7 @@ RUNS = (
             f"low words again in {100 * share:g} %",
             "32 low bits said again a round later",
             laplace_only(noisy(partial(_low_words, share=share))),
-            limit=each_number(event(share, 2.0**-32), share),
+            each_number(event(share, 2.0**-32), share),
         )
         for share in (0.01, 0.0005)
     ),
@@ -427,7 +410,7 @@ RUNS = (
         "restored",
         "2 % of the runs say the noise of the run before",
         laplace_only(noisy(partial(_restored, share=0.02))),
-        limit=each_run(event(0.02, 2.0**-60), 0.02),
+        each_run(event(0.02, 2.0**-60), 0.02),
     ),
 )
 """Noise that runs share."""

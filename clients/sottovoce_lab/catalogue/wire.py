@@ -33,6 +33,7 @@ from sottovoce_lab.mutants import (
     Breaks,
     Mutant,
     Swap,
+    faults,
     heard,
     laplace_only,
     lattice_only,
@@ -118,19 +119,17 @@ def _inverted(generator: Generator, bit: int, others: int = 0, shared: int = 0) 
 
 
 _WORD_BITS = 53
-_lattice = partial(Mutant, family="conformance", kind="lattice and low bits", runs=MOST, quick=False)
+_lattice = faults("lattice and low bits")
 
 
 def _of_coarser(bits: int, share: float) -> Mutant:
     """In every number, or in a share of the messages."""
     name, what = f"lattice 2^{bits} coarser", "low bits of the noise are zero"
     if share == 1.0:
-        return _lattice(
-            name, what, lattice_only(unaided(partial(_coarser, bits))), limit=each_number(bits * math.log(2.0))
-        )
+        return _lattice(name, what, lattice_only(unaided(partial(_coarser, bits))), each_number(bits * math.log(2.0)))
     breaks = noisy(lambda generator: sometimes(_coarser(bits), share, generator, messages=True))
     rare = event(share, 2.0 ** (-16 * bits))  # of 16 numbers
-    return _lattice(f"{name} in {100 * share:g} %", what, lattice_only(breaks), limit=each_message(rare, share))
+    return _lattice(f"{name} in {100 * share:g} %", what, lattice_only(breaks), each_message(rare, share))
 
 
 def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
@@ -138,7 +137,7 @@ def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
     breaks = noisy(lambda generator: sometimes(_mantissas(bits), share, generator))
     name = name if share == 1.0 else f"{name} in {100 * share:g} %"
     limit = each_number(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
-    return _lattice(name, f"noise of {bits} significant bits", lattice_only(breaks), limit=limit)
+    return _lattice(name, f"noise of {bits} significant bits", lattice_only(breaks), limit)
 
 
 def _of_sign(bit: int) -> Limit:
@@ -147,42 +146,32 @@ def _of_sign(bit: int) -> Limit:
 
 
 LATTICE = (
-    Mutant(
+    _lattice(
         "sign in the word of the size",
         "the sign is bit 8 of the 53 bits that its size comes from",
         laplace_only(noisy(partial(_inverted, bit=8))),
-        "conformance",
-        SEEN,
-        kind="lattice and low bits",
-        limit=_of_sign(8),
+        _of_sign(8),
+        quick=True,
     ),
     _lattice(
         "sign in a low bit of the word of the size",
         "the sign is the last of the 53 bits that its size comes from",
         laplace_only(noisy(partial(_inverted, bit=0))),
-        limit=_of_sign(0),
+        _of_sign(0),
     ),
     _lattice(
         "sign in the word of another size",
         "the sign is bit 8 of the 53 bits that the size of the coordinate before comes from",
         laplace_only(noisy(partial(_inverted, bit=8, others=1))),
-        limit=_of_sign(8),
+        _of_sign(8),
     ),
     _lattice(
         "words that overlap",
         "the sizes of two coordinates share 20 of 53 bits",
         laplace_only(noisy(partial(_inverted, bit=0, shared=20))),
-        limit=each_number(10.0 * math.log(2.0)),
+        each_number(10.0 * math.log(2.0)),
     ),
-    Mutant(
-        "raw doubles",
-        "noise on no lattice",
-        lattice_only(noisy(_raw)),
-        "conformance",
-        SEEN,
-        kind="lattice and low bits",
-        limit=each_number(1e3),
-    ),
+    _lattice("raw doubles", "noise on no lattice", lattice_only(noisy(_raw)), each_number(1e3), quick=True),
     *(_of_coarser(bits, share) for bits, share in ((16, 1.0), (1, 1.0), (8, 0.005), (1, 0.01), (1, 0.001))),
     _of_mantissas("float32", 24, 1.0),
     *(_of_mantissas("float32", 24, share) for share in (0.01, 0.0002)),
@@ -193,7 +182,7 @@ LATTICE = (
             f"bit {bit} is one in {100 * ones:g} %",
             "a low bit that is not fair",
             lattice_only(noisy(partial(_one_bit, bit=bit, ones=ones))),
-            limit=each_number(event(ones, 0.5)),
+            each_number(event(ones, 0.5)),
         )
         for bit, ones in ((5, 0.6), (12, 0.51))
     ),
@@ -202,7 +191,7 @@ LATTICE = (
             f"{bits} random bits",
             "a uniform number of few bits, through a logarithm",
             laplace_only(noisy(partial(_few_bits, bits=bits))),
-            limit=each_number((GRID_BITS - bits) * math.log(2.0)),
+            each_number((GRID_BITS - bits) * math.log(2.0)),
         )
         for bits in (16, 24, 32)
     ),
