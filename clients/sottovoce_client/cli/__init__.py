@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-import typer
-
 from sottovoce.errors import SottovoceError, SpecError, get_extra
 from sottovoce.plain import plain_lines
 from sottovoce_client.cli.app import (
@@ -66,22 +64,19 @@ __all__ = [
 ]
 
 
-def _laboratory() -> typer.Typer:
-    """The commands of the package `sottovoce_lab`, which may be left out; without it, a command that says how to get it."""
+def _add_laboratory() -> None:
+    """Add the commands of the package `sottovoce_lab`, which may be left out; without it, a command that says how to get it."""
     try:
-        commands: typer.Typer = import_module("sottovoce_lab.commands").lab_app
+        app.add_typer(import_module("sottovoce_lab.commands").lab_app, name="lab", rich_help_panel="Privacy")
     except ModuleNotFoundError as error:
-        if error.name != "sottovoce_lab":
+        if error.name not in ("sottovoce_lab", "sottovoce_lab.commands"):
             raise
-        commands = typer.Typer(invoke_without_command=True)
-        commands.callback(
-            help="The laboratory, which is not installed.",
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_require_laboratory)
-    return commands
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command("lab", rich_help_panel="Privacy", context_settings=anything)(_require_laboratory)
 
 
 def _require_laboratory() -> None:
+    """The laboratory, which is not installed."""
     raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {get_extra('audit')}")
 
 
@@ -94,7 +89,7 @@ app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
-app.add_typer(_laboratory(), name="lab", rich_help_panel="Privacy")
+_add_laboratory()
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
