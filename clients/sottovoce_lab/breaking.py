@@ -32,7 +32,6 @@ from sottovoce.running.transcript import Transcript
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
-
 Limit = Callable[[Run, float], float]
 """From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
 
@@ -102,11 +101,7 @@ def correlated(*correlations: float) -> float:
     return sum(-0.5 * math.log1p(-(each**2)) for each in correlations)
 
 
-# ---- breaking --------------------------------------------------------------------------------------------------------
-
-
 # ---- noise -----------------------------------------------------------------------------------------------------------
-
 
 Change = Callable[[FloatArray, Draw], FloatArray]
 """From correct noise to what is said in its place."""
@@ -235,9 +230,6 @@ def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatAr
     batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
     features, labels = loss.enforce(batch.features, batch.labels)
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
-
-
-# ---- doctoring -------------------------------------------------------------------------------------------------------
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ from sottovoce_rpc.tasks import Tasks
 
 # ---- network ---------------------------------------------------------------------------------------------------------
 
-
 SERVED_RUNGS = (24, 48, 100)
 """Runs of each world that are tried, one after the other."""
 
@@ -207,7 +206,6 @@ def _identity(folder: Path | None, name: str) -> Credentials:
 
 
 # ---- foreign ---------------------------------------------------------------------------------------------------------
-
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 

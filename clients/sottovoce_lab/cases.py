@@ -31,7 +31,6 @@ from sottovoce_lab.rebuild import Rebuilt, rebuild
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
-
 _ROUNDING = 1e-9
 """Decisions closer than this, relative to the largest, are equal."""
 
@@ -168,7 +167,6 @@ def _roc(first: FloatArray, second: FloatArray) -> tuple[FloatArray, FloatArray]
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
-
 
 _LEARNERS, _ROUNDS = 8, 9
 _COMMON: Mapping[str, Any] = {

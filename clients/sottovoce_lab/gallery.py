@@ -33,7 +33,6 @@ from sottovoce_lab.rebuild import rebuild
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
-
 SHOWN = 8
 """Pictures in a row."""
 _LEAST_ERROR = 1e-9

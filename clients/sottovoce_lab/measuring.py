@@ -26,7 +26,6 @@ from sottovoce_lab.trial import RARE, WATCH_LEVEL, audited, base_of, seen_by
 
 # ---- power -----------------------------------------------------------------------------------------------------------
 
-
 LADDER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 """Runs of each world that are tried, one after the other."""
 
@@ -176,7 +175,6 @@ def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> f
 
 
 # ---- served ----------------------------------------------------------------------------------------------------------
-
 
 ServiceKind = Literal["on real services", "by wiretap", "foreign services"]
 

@@ -27,7 +27,6 @@ from sottovoce_lab.breaking import Altered, Change, Doctored, Inside, Limit, cha
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
-
 Family = Literal["conformance", "likelihood", "black box", "notices", "ledger"]
 """What sees a mutant: the three families of an audit, the rules of `noticing`, or the sum of what was heard."""
 

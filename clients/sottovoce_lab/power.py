@@ -95,16 +95,10 @@ def measure_power(
         partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen
     ]
     work += _serving(most, seed)
-    found: list[Power] = []
-    services: list[Served] = []
-    with terminal.bar(f"0 of {len(work)}") as say:
-        for k, each in enumerate(side_by_side(work, backend, jobs)):
-            say(f"{k + 1} of {len(work)}")
-            if isinstance(each, Power):
-                found.append(each)
-            else:
-                services.append(each)
-    console.print(_table(found, most), *([_served_table(services)] if services else []))
+    results = side_by_side(work, backend, jobs)
+    found = [each for each in results if isinstance(each, Power)]
+    services = [each for each in results if isinstance(each, Served)]
+    console.print(_found_table(found, most), *([_served_table(services)] if services else []))
     missed = [each.name for each in found if each.missed(most)]
     lost = [f"{each.name} ({each.kind})" for each in services if each.missed]
     console.print(_summary(found, services, [*missed, *lost]))
@@ -143,26 +137,25 @@ def _served_row(each: Served) -> tuple[str, ...]:
     return each.name, each.what, each.found_by or NOTHING, needed, audits
 
 
+def _table(heads: Sequence[str], rows: Iterable[tuple[str, bool, bool, tuple[str, ...]]]) -> Table:
+    """A table of rows `(class, missed, found, cells)`."""
+    shown = terminal.table("class", *heads[:3])
+    for head in heads[3:]:
+        shown.add_column(head, justify="right")
+    for kind, missed, found, (name, *rest) in rows:
+        style = "bold red" if missed else "green" if found else "yellow"
+        shown.add_row(Text(kind, "dim"), Text(name, style), *map(Text, rest))
+    return shown
+
+
+def _found_table(found: Sequence[Power], most: int) -> Table:
+    rows = ((each.kind or NOTHING, each.missed(most), each.needed is not None, _row(each, most)) for each in found)
+    return _table(_HEADS, rows)
+
+
 def _served_table(services: Sequence[Served]) -> Table:
-    shown = terminal.table("class", *_SERVICES[:3])
-    for head in _SERVICES[3:]:
-        shown.add_column(head, justify="right")
-    for each in services:
-        name, *rest = _served_row(each)
-        style = "bold red" if each.missed else "green" if each.correct or each.needed is not None else "yellow"
-        shown.add_row(Text(each.kind, "dim"), Text(name, style), *map(Text, rest))
-    return shown
-
-
-def _table(found: Sequence[Power], most: int) -> Table:
-    shown = terminal.table("class", *_HEADS[:3])
-    for head in _HEADS[3:]:
-        shown.add_column(head, justify="right")
-    for each in found:
-        style = "bold red" if each.missed(most) else "yellow" if each.needed is None else "green"
-        name, *rest = _row(each, most)
-        shown.add_row(Text(each.kind or NOTHING, "dim"), Text(name, style), *map(Text, rest))
-    return shown
+    rows = ((each.kind, each.missed, each.correct or each.needed is not None, _served_row(each)) for each in services)
+    return _table(_SERVICES, rows)
 
 
 def _summary(found: Sequence[Power], services: Sequence[Served], missed: Sequence[str]) -> Text:

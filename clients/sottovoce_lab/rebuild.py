@@ -141,7 +141,6 @@ def _fits_better(loss: Loss, at: FloatArray, gradient: FloatArray, record: Batch
 
 # ---- closed form -----------------------------------------------------------------------------------------------------
 
-
 _TINY = 1e-300
 
 
@@ -221,7 +220,6 @@ def _peeled(
 
 
 # ---- likeness --------------------------------------------------------------------------------------------------------
-
 
 _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 """Constants c1 and c2 of structural similarity, for values up to 1 (Wang, Bovik, Sheikh, Simoncelli 2004)."""

@@ -78,15 +78,9 @@ def self_test(
     console = console or terminal.console()
     chosen = [*MUTANTS, *map(mutant_named, mutants)]
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
-    outcomes: list[MutantOutcome] = []
-    lots: list[Alarms] = []
-    with terminal.bar(f"0 of {len(work)}") as say:
-        for k, result in enumerate(side_by_side(work, backend, jobs)):
-            say(f"{k + 1} of {len(work)}")
-            if isinstance(result, MutantOutcome):
-                outcomes.append(result)
-            else:
-                lots.append(result)
+    results = side_by_side(work, backend, jobs)
+    outcomes = [result for result in results if isinstance(result, MutantOutcome)]
+    lots = [result for result in results if isinstance(result, Alarms)]
     found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
     _print(outcomes, found, console)
     document = _document(outcomes, found, seed)
@@ -143,12 +137,14 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
-def side_by_side(
-    work: Sequence[Callable[[], _Result]], backend: Backend = "processes", jobs: int | None = None
-) -> Iterator[_Result]:
-    """Results in order, as they come."""
-    with mapper_over(backend, jobs) as over:
-        yield from over(operator.call, work)
+def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
+    """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
+    results: list[_Result] = []
+    with terminal.bar(f"0 of {len(work)}") as say, mapper_over(backend, jobs) as over:
+        for result in over(operator.call, work):
+            results.append(result)
+            say(f"{len(results)} of {len(work)}")
+    return results
 
 
 def _too_many(found: Sequence[Alarms]) -> bool:

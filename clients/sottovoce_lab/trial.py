@@ -136,7 +136,6 @@ def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
-
 _LADDER = (20, 100, 500, 2000)
 """Runs of each world that are tried, one after the other, up to a mutant's own limit."""
 

@@ -38,7 +38,6 @@ from sottovoce_client.wording import NOTHING, at_best_line, count, number, plura
 
 # ---- noise file ------------------------------------------------------------------------------------------------------
 
-
 _KEYS = {"law", "scale", "centre"}
 _WHAT = "a file of noise claims"
 
@@ -100,7 +99,6 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
-
 
 _RUNS = np.geomspace(16, 20_000, 40).astype(int)
 """Of each world, that the figure of power shows."""

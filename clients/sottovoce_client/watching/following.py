@@ -66,7 +66,6 @@ def _read_keys(path: Path) -> tuple[tuple[str, ...], np.ndarray]:
 
 # ---- following -------------------------------------------------------------------------------------------------------
 
-
 _CALL_S = 20.0
 _FOLDER_S = 60.0
 """So long a folder is waited for that is not there: what makes it may have been started in the same moment."""

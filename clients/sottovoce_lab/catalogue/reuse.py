@@ -28,7 +28,6 @@ from sottovoce_lab.mutants import faults, laplace_only, noisy, together, unaided
 
 # ---- within ----------------------------------------------------------------------------------------------------------
 
-
 _TIE = 2.0**-40
 """About the probability that a number is one that was said before."""
 

@@ -22,7 +22,6 @@ from sottovoce.running.assembly import Versions
 
 # ---- resolution ------------------------------------------------------------------------------------------------------
 
-
 _CLEAR = 64.0
 """A rounding is one if it is so many times coarser than the floats: else every number would be said to be rounded."""
 
@@ -122,7 +121,6 @@ def _divides(step: float, gaps: FloatArray, finest: float) -> BoolArray:
 
 
 # ---- repeats ---------------------------------------------------------------------------------------------------------
-
 
 _CHANCE = 1e-6
 """Coincidences less likely than this are reported."""

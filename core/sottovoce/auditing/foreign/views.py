@@ -27,7 +27,6 @@ from sottovoce.data.files import import_extra
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
-
 _ASKED, _ANSWERED = 32, 64
 """Of a request and of an answer, so many numbers are looked at."""
 
@@ -188,7 +187,6 @@ def _beside_others(left: FloatArray, own: BoolArray) -> FloatArray:
 
 
 # ---- leaks -----------------------------------------------------------------------------------------------------------
-
 
 _CLEAR = 4.0
 """Standard errors by which an AUC must differ from 1/2 where a classifier has told the worlds apart."""

@@ -22,7 +22,6 @@ from sottovoce.noise import GRID_BITS
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
-
 _WINDOW_BITS = 6
 """A key is 64 lattice points wide: of equal numbers, one slip of a lattice point parts less than one in sixteen."""
 
@@ -148,7 +147,6 @@ def _twice(before: IntArray, after: IntArray, owner: IntArray) -> Iterator[tuple
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
-
 
 _ROOM = 8
 """Slots of the table for every number: one in sixteen finds its slot taken, and is not kept."""

@@ -54,7 +54,6 @@ from sottovoce.running.run import Run
 
 # ---- stakes ----------------------------------------------------------------------------------------------------------
 
-
 _BLOCKS = (16, 256)
 """Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
 
