@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sottovoce import algorithms
-from sottovoce.auditing.bounds import interval
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw
@@ -133,12 +132,6 @@ def test_too_many_false_alarms_are_no_chance() -> None:
     assert not replace(few, alarmed=1).too_many and replace(few, alarmed=3).too_many  # 0.077 and 0.00008
     both = added([replace(few, families=("black box",)), replace(many, families=("conformance",))])
     assert both == Alarms("x", 11, 40, 0, 160, ("black box", "conformance"))
-
-
-def test_intervals_are_exact() -> None:
-    """By hand: none of 20 has probability 2.5 % at `1 - 0.025^(1/20)`."""
-    np.testing.assert_allclose(interval(0, 20), (0.0, 1.0 - 0.025 ** (1 / 20)))
-    np.testing.assert_allclose(interval(20, 20), (0.025 ** (1 / 20), 1.0))
 
 
 def test_nobody_hears_the_learner_twice() -> None:
