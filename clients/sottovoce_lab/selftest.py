@@ -38,7 +38,7 @@ from sottovoce_lab.trial import (
 _LOT = 5
 """Audits of correct learners in one piece of work."""
 
-_Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _Task = Callable[[], MutantOutcome | Alarms]
 
 
