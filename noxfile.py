@@ -18,7 +18,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
-TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
+TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
 
 LOCKS = {
     "services": ["fast", "metrics"],
@@ -83,7 +83,7 @@ def lowest(session: nox.Session) -> None:
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
     session.install("-r", pinned)
     session.install("--no-deps", wheel(session))
-    once = [f"--once=tests/{folder}" for folder in ("core", "learner", "services")]
+    once = [f"--once=tests/{folder}" for folder in ("core", "lab", "learner", "services")]
     tested = str(Path(session.create_tmp(), "tested").resolve())
     shutil.rmtree(tested, ignore_errors=True)
     side_by_side = ["-n", "2", "--dist", "loadfile"]  # CI's other lane works meanwhile

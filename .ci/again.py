@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 MOST = 3
-OF_PROCESSES = ("tests/client/", "tests/deploy/", "tests/observability/", "tests/rpc/", "tests/services/")
+OF_PROCESSES = ("tests/client/", "tests/deploy/", "tests/lab/", "tests/observability/", "tests/rpc/", "tests/services/")
 
 
 def main() -> int:

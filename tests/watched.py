@@ -14,9 +14,9 @@ import numpy as np
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.online.keys import Keys
+from sottovoce.auditing.online.watch import Alarm, Watch
 from sottovoce.data import PlacedData
-from sottovoce.lab.watch.keys import Keys
-from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Draw, SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate

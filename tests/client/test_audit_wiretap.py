@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from sottovoce.auditing.foreign.audit import audit_conversations
 from sottovoce.auditing.views import Conversation, Overheard, timing, views
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import prepare
-from sottovoce.lab.foreign.audit import audit_conversations
 from sottovoce.spec import load_spec
 from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import _from_captures, audit_of, find
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
-from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
-from sottovoce_client.lab.breaks.network import BASE, made_with, plan_beside_numbers
-from sottovoce_client.lab.gallery.gallery import gallery_of
-from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
+from sottovoce_client.watching.watch import WatchRequest, watch, where
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_lab.broken_learners import BY_WIRETAP, BrokenService
+from sottovoce_lab.broken_services import BASE, made_with, plan_beside_numbers
+from sottovoce_lab.gallery import gallery_of
 
 BROKEN = {each.name: each for each in BY_WIRETAP}
 QUIET = replace(BASE, epsilon=0.1)

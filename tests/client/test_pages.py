@@ -15,19 +15,18 @@ import pytest
 from sottovoce.auditing.audit import audit_simulated
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.experiment import Prepared
-from sottovoce.lab.attacks.membership import GuessingRate
-from sottovoce.lab.attacks.rebuild import Rebuilt
 from sottovoce.running.metrics import Curve, Curves
 from sottovoce.running.run import Run
 from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
-from sottovoce_client.lab.gallery.exhibits import gallery_page
 from sottovoce_client.privacy.budget import Question, budget_page, line_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.compare import Result, compare_page
 from sottovoce_client.running.summary import Noticed
+from sottovoce_lab.cases import Exhibit, Gallery, GuessingRate, Membership, Strip
+from sottovoce_lab.gallery import gallery_page
+from sottovoce_lab.rebuild import Rebuilt
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from sottovoce.auditing.online.canaries import draw
 from sottovoce.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce.experiment import Prepared, prepare
-from sottovoce.lab.watch.canaries import draw
 from sottovoce.spec import load_schema, load_spec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.cli import app
-from sottovoce_client.lab.watching import canaries as kept
+from sottovoce_client.watching import canaries as kept
 from tests.client.test_cli import ran as command
 
 pytest.importorskip("pyarrow")

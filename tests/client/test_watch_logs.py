@@ -19,8 +19,8 @@ from sottovoce.arrays import Batch
 from sottovoce.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.spec import RunSpec
-from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.watching.watch import WatchRequest, watch, where
 from sottovoce_learner import log, store
 from sottovoce_learner.kept import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerState

@@ -14,7 +14,7 @@ import pytest
 
 from sottovoce.errors import NotReady
 from sottovoce.spec import dump_spec
-from sottovoce_client.lab.watching.view import Gauges
+from sottovoce_client.watching.view import Gauges
 from sottovoce_client.web import gather
 from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
 from sottovoce_client.web.services import Asked, Places

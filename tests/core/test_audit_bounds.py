@@ -15,6 +15,7 @@ from sottovoce.auditing.bounds import (
     Bound,
     ceiling,
     epsilon_lower_bound,
+    interval,
     runs_needed,
     runs_to_show,
     threshold,
@@ -175,3 +176,9 @@ def test_the_runs_needed_at_a_delta_are_those_that_suffice() -> None:
     assert epsilon_lower_bound(enough, enough, 0.025, 1e-3, enough) > 2.0
     assert epsilon_lower_bound(few, few, 0.025, 1e-3, few) <= 2.0
     assert runs_to_show(60.0, 0.025, 0.4, 1e-3) == math.inf
+
+
+def test_intervals_are_exact() -> None:
+    """By hand: none of 20 has probability 2.5 % at `1 - 0.025^(1/20)`."""
+    np.testing.assert_allclose(interval(0, 20), (0.0, 1.0 - 0.025 ** (1 / 20)))
+    np.testing.assert_allclose(interval(20, 20), (0.025 ** (1 / 20), 1.0))

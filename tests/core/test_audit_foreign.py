@@ -14,14 +14,14 @@ import pytest
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.blackbox import TESTED, level
 from sottovoce.auditing.bounds import BLIND, OF_NOISE, Levels, epsilon_lower_bound, runs_to_show
+from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
+from sottovoce.auditing.foreign.power import Power, _gaussian_shift, gaussian_epsilon
+from sottovoce.auditing.foreign.repeats import signs
+from sottovoce.auditing.foreign.views import answer_views
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import Conversation, Decoded, Overheard, decoded, digest, numbers, timing, views
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.lab.foreign.answers import answer_views
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.lab.foreign.noise import NoiseClaim, NoiseFound, examine
-from sottovoce.lab.foreign.power import Power, gaussian_epsilon, gaussian_shift
-from sottovoce.lab.foreign.repeats import signs
 
 ONE_FAMILY = Levels(0.05, BLIND)
 
@@ -443,7 +443,7 @@ def test_a_claimed_noise_that_does_not_keep_the_claimed_epsilon_is_refuted_by_ar
 
 
 def test_gaussian_noise_has_an_epsilon_at_a_delta_alone() -> None:
-    shift = gaussian_shift(1.0, 1e-5)
+    shift = _gaussian_shift(1.0, 1e-5)
     claim = NoiseClaim("gaussian", (math.sqrt(2.0) / shift,), centre)
     runs = conversations(said_with(math.sqrt(2.0) / shift, "normal"), 24)
 

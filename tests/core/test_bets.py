@@ -10,13 +10,21 @@ import pytest
 from scipy import integrate, stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
-from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
-from sottovoce.lab.watch.dependence import FarLag, on_signs, on_sizes
-from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
-from sottovoce.lab.watch.seen import FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
-from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
-from sottovoce.lab.watch.sums import Sums
+from sottovoce.auditing.online.bets import (
+    Bet,
+    FarLag,
+    Histogram,
+    LowBits,
+    Repeats,
+    Scale,
+    _krichevsky_trofimov,
+    _on_signs,
+    _on_sizes,
+    _too_many,
+)
+from sottovoce.auditing.online.keys import CHANCE, Keys, Sums, _keys_of
+from sottovoce.auditing.online.seen import _FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
+from sottovoce.auditing.online.watch import _BLOCKS, _OWN, _POOLED, _SHARED, _Stakes
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""
@@ -83,21 +91,21 @@ def test_e_values_are_those_of_the_formulas() -> None:
 def test_e_values_of_worked_examples() -> None:
     """Computed by hand, from the formulas."""
     fair = np.array([0.5, 0.5])
-    assert on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
+    assert _on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
     assert Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
-    assert krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
-    assert krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
-    assert krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
+    assert _krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
+    assert _krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
+    assert _krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
 
 
 def test_what_is_rarer_than_expected_is_no_evidence() -> None:
     """How often a number is heard again is only bounded: fewer than that, for long, gains nothing; far more does."""
     expected = np.array([1e-6, 1.0, 60.0, 3000.0])
     for share in (0.0, 0.5, 1.0):
-        assert np.all(too_many(np.floor(share * expected), expected) <= 0.0)
-    assert np.all(too_many(np.ceil(3.0 * expected) + 6.0, expected) > 0.0)
+        assert np.all(_too_many(np.floor(share * expected), expected) <= 0.0)
+    assert np.all(_too_many(np.ceil(3.0 * expected) + 6.0, expected) > 0.0)
     counted = np.arange(400.0)
-    stakes = np.exp(too_many(counted, np.full(400, 60.0)))
+    stakes = np.exp(_too_many(counted, np.full(400, 60.0)))
     assert stats.poisson.pmf(counted, 60.0) @ stakes <= 1.0
 
 
@@ -109,7 +117,7 @@ def test_signs_are_bet_on_as_a_normal_mixture(variance: float) -> None:
             *(-5.0, 5.0),
             epsabs=1e-12,
         )
-        assert on_signs(np.array(s), np.array(v), variance) == pytest.approx(math.log(mixed))
+        assert _on_signs(np.array(s), np.array(v), variance) == pytest.approx(math.log(mixed))
 
 
 def test_bets_on_sizes_are_never_better_than_fair() -> None:
@@ -117,16 +125,16 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
     x = np.linspace(-1.0, 1.0, 201)
     for rate in (-0.3, -0.1, 0.1, 0.3):
         exact = -rate * x - np.log1p(-rate * x)
-        assert np.all(exact + on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
+        assert np.all(exact + _on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
 
 
 def test_far_lags_are_those_of_their_rounds() -> None:
     """Of learner 0's signs on learner 1's normal scores, so many rounds back; nearer ones and farther ones do not count."""
-    values = np.random.default_rng(6).laplace(size=(FARTHEST_LAG + 5, 2, 3))
+    values = np.random.default_rng(6).laplace(size=(_FARTHEST_LAG + 5, 2, 3))
     (sums,) = totals((FarLag(),), Watched(2, 3), values)
     normal = stats.norm.ppf(stats.laplace.cdf(values))
-    assert sums.shape == (2, 2 * (FARTHEST_LAG - LAGS) * 2)
-    for lag in (LAGS + 1, 20, FARTHEST_LAG):
+    assert sums.shape == (2, 2 * (_FARTHEST_LAG - LAGS) * 2)
+    for lag in (LAGS + 1, 20, _FARTHEST_LAG):
         column = (lag - LAGS - 1) * 2 + 1
         followed = (np.sign(values[lag:, 0]) * normal[:-lag, 1]).sum(), (normal[:-lag, 1] ** 2).sum()
         assert (sums[0, column], sums[0, sums.shape[1] // 2 + column]) == pytest.approx(followed)
@@ -142,7 +150,7 @@ def test_bets_on_far_lags_are_fair() -> None:
 
 
 def test_shares_add_up_to_one() -> None:
-    for shares in (OWN, (*POOLED, *SHARED)):
+    for shares in (_OWN, (*_POOLED, *_SHARED)):
         assert sum(share for _, share in shares) == pytest.approx(1.0)
     assert LowBits.law.sum() == pytest.approx(1.0)
 
@@ -154,10 +162,10 @@ def test_shares_add_up_to_one() -> None:
 def test_e_values_are_at_most_one_on_average() -> None:
     """Of every bet and of the mixtures. Over 400 runs, five standard errors: failure probability below 1e-4."""
     generator, found = np.random.default_rng(2), []
-    bets = [bet for bet, _ in (*OWN, *POOLED, *SHARED)]
+    bets = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)]
     for _ in range(400):
         rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
-        stakes, watched = Stakes(2), Watched(2, 4, seed)
+        stakes, watched = _Stakes(2), Watched(2, 4, seed)
         gains = [stakes.add(watched.see(values)) for values in rounds]
         each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
         found.append(np.concatenate([*each, gains[-1].e]))
@@ -173,8 +181,8 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     """
     generator, found = np.random.default_rng(4), []
     for _ in range(120):
-        watched, stakes = Watched(1, 2), Stakes(1)
-        gains = [stakes.add(watched.see(generator.laplace(size=(1, 2)))) for _ in range(BLOCKS[0] + 2)]
+        watched, stakes = Watched(1, 2), _Stakes(1)
+        gains = [stakes.add(watched.see(generator.laplace(size=(1, 2)))) for _ in range(_BLOCKS[0] + 2)]
         found.append(np.exp(gains[-1].change))
     most = (2.0 + 1.0) / 2.0
     assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
@@ -189,7 +197,7 @@ def test_what_is_not_a_number_counts_for_nothing() -> None:
     sparse, dense = totals(bets, Watched(3, 6), padded), totals(bets, Watched(2, 5), values)
     for bet, some, all_of_them in zip(bets, sparse, dense, strict=True):
         assert bet.e(some)[:2] == pytest.approx(bet.e(all_of_them), abs=1e-9)
-    every, watched = [bet for bet, _ in (*OWN, *POOLED, *SHARED)], Watched(3, 6)
+    every, watched = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)], Watched(3, 6)
     watched.see(padded[0])
     for bet, sums in zip(every, totals(every, watched, padded[6:]), strict=True):
         assert bet.e(sums) == pytest.approx(0.0, abs=1e-9)
@@ -202,7 +210,7 @@ def test_keys_are_as_unlikely_as_stated() -> None:
     """At any place: a key's numbers of the lattice, each with its probability."""
     h = 2.0**-41 * 1.0000001  # the finest spacing, in scales
     around: FloatArray = np.arange(-400.0, 401.0)
-    keys = keys_of(around * h)
+    keys = _keys_of(around * h)
     chance = [np.sum(np.tanh(h / 2) * np.exp(-h * np.abs(around[keys == key]))) for key in np.unique(keys)[1:-1]]
     assert max(chance) <= CHANCE
     assert max(chance) > 0.9 * CHANCE
@@ -339,7 +347,7 @@ def correlated(generator: np.random.Generator, numbers: int) -> Iterator[FloatAr
 
 def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm: float = ALARM) -> int:
     """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
-    watched, stakes = Watched(1, numbers), Stakes(1)
+    watched, stakes = Watched(1, numbers), _Stakes(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
         if stakes.add(watched.see(values[None])).e[1] >= alarm:
             return t

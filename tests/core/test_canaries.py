@@ -13,9 +13,9 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.online.canaries import Canaries, CanaryTest, Place, Scorer, draw
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
-from sottovoce.lab.watch.canaries import Canaries, CanaryTest, Place, Scorer, draw
 from sottovoce.noise import Draw, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
+from sottovoce.auditing.online.canaries import draw
+from sottovoce.auditing.online.watch import Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.lab.selftest.bases import ALGORITHMS
-from sottovoce.lab.watch.canaries import draw
-from sottovoce.lab.watch.watch import Watch
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.participation import NONE, USED, Lateness, lateness, on_time
 from sottovoce.running.replay import Replay, replay
@@ -21,6 +20,7 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import ClockSpec
+from sottovoce_lab.trial import ALGORITHMS
 from tests.examples import made_up, small_run, small_spec
 
 HOLD = {"late": "hold"}

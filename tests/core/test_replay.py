@@ -16,12 +16,12 @@ from sottovoce.auditing.conformance.residuals import learned
 from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, DataError
-from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.replay import Losses, Replay, replay, replayed
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
+from sottovoce_lab.trial import ALGORITHMS
 from tests.examples import made_up, small_run
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}

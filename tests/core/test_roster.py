@@ -14,6 +14,8 @@ from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.algorithms.ldp_dol.sensitivity import SensitivityRecursion
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import audit_simulated
+from sottovoce.auditing.online.canaries import CanaryTest, draw
+from sottovoce.auditing.online.watch import Watch
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.swaps import swaps
 from sottovoce.budget.composition import dearest_record, message_losses, record_losses
@@ -21,9 +23,6 @@ from sottovoce.data import PlacedData
 from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.errors import CheckFailed, DataError, NotReady, SpecError
 from sottovoce.experiment import Experiment
-from sottovoce.lab.selftest.bases import ALGORITHMS
-from sottovoce.lab.watch.canaries import CanaryTest, draw
-from sottovoce.lab.watch.watch import Watch
 from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Mask, Roster
 from sottovoce.network.topology import Topology
@@ -38,6 +37,7 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_lab.trial import ALGORITHMS
 from sottovoce_learner.books import Books
 from tests.claims import Times
 from tests.examples import made_up, small_spec

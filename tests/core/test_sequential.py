@@ -11,8 +11,8 @@ import pytest
 from scipy import special
 
 from sottovoce.arrays import FloatArray
-from sottovoce.lab.watch.bets import Scale
-from sottovoce.lab.watch.sequential import Detector, EpsilonBound, Guesses, e_bh, mixture
+from sottovoce.auditing.online.bets import Scale
+from sottovoce.auditing.online.sequential import Detector, EpsilonBound, Guesses, e_bh, mixture
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""

@@ -15,11 +15,10 @@ from scipy import stats
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.auditing.online.keys import Keys
+from sottovoce.auditing.online.watch import _BLOCKS, Alarm, Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.lab.watch.keys import Keys
-from sottovoce.lab.watch.stakes import BLOCKS
-from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
@@ -231,14 +230,14 @@ def bytes_of(thing: Any) -> int:
         return sum(map(bytes_of, thing.values()))
     if isinstance(thing, (tuple, list)):
         return sum(map(bytes_of, thing))
-    if not type(thing).__module__.startswith("sottovoce.lab.watch"):
+    if not type(thing).__module__.startswith("sottovoce.auditing.online"):
         return 0  # the run, its data, what an algorithm remembers
     names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
     return sum(bytes_of(getattr(thing, name)) for name in names)
 
 
 def test_state_is_as_large_after_many_rounds_as_after_few() -> None:
-    run, data = a_run(2, 3 * BLOCKS[0])
+    run, data = a_run(2, 3 * _BLOCKS[0])
     watch, sizes = Watch(run, data.learners, 1e-3, (0,)), []
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, messages)

@@ -89,7 +89,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/python.md": {"sottovoce simulate": Why.TWICE, "sottovoce plot wards": Why.TWICE},
     "docs/scale.md": {"pip install": Why.INSTALLED, "dask": Why.ELSEWHERE, "sottovoce sweep": Why.ELSEWHERE},
     "docs/schema.md": {"sottovoce schema infer": Why.YOURS},
-    "docs/selftest.md": {"sottovoce audit --self-test": Why.LONG},
+    "docs/selftest.md": {"sottovoce lab power": Why.LONG},
     "docs/systemd.md": {
         "python3": Why.ROOT,
         "/opt": Why.ROOT,

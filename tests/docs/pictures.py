@@ -63,7 +63,7 @@ class Report:
 REPORTS = {
     "report.png": Report("sottovoce demo --out demo", "demo/report.html", 3),
     "audit.png": Report("sottovoce audit ring.yaml --runs 2000 --out audit", "audit/audit.html", 4),
-    "gallery.png": Report("sottovoce gallery --out gallery", "gallery/gallery.html", 1),
+    "gallery.png": Report("sottovoce lab gallery --out gallery", "gallery/gallery.html", 1),
 }
 
 

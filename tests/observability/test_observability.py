@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_client.lab.watching.view import Gauges
+from sottovoce_client.watching.view import Gauges
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER

@@ -1,1 +1,1 @@
-"""`sottovoce audit`: where its runs come from, what is printed and written, and its self-test."""
+"""`sottovoce audit`: where its runs come from, what is printed and written; and the audit of foreign services."""

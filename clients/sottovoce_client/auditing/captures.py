@@ -40,8 +40,8 @@ from sottovoce_client.auditing.worlds import (
     read_worlds,
     worlds_from,
 )
-from sottovoce_client.lab.watching.canaries import canaries_beside
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
+from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -21,12 +21,12 @@ from rich.console import Console
 from sottovoce.arrays import IntArray
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import Bound
+from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.swaps import others
 from sottovoce.auditing.views import Conversation
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import Auditor, AuditRequest, Say, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_heard

@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce.auditing.likelihood import Ratios, RoundBounds
-from sottovoce.lab.watch.sequential import EpsilonBound
+from sottovoce.auditing.online.sequential import EpsilonBound
 from sottovoce_client.reports.drawing import (
     AREA,
     BLUE,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
-from sottovoce.errors import SottovoceError
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.optional import get_extra
 from sottovoce.text import plain_lines
 from sottovoce_client.cli.app import (
     INTERRUPTED,
@@ -60,6 +62,23 @@ __all__ = [
     "transcripts",
 ]
 
+
+def _add_laboratory() -> None:
+    """Add the commands of the package `sottovoce_lab`, which may be left out; without it, a command that says how to get it."""
+    try:
+        app.add_typer(import_module("sottovoce_lab.commands").lab_app, name="lab", rich_help_panel="Privacy")
+    except ModuleNotFoundError as error:
+        if error.name not in ("sottovoce_lab", "sottovoce_lab.commands"):
+            raise
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command("lab", rich_help_panel="Privacy", context_settings=anything)(_require_laboratory)
+
+
+def _require_laboratory() -> None:
+    """The laboratory, which is not installed."""
+    raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {get_extra('audit')}")
+
+
 app.add_typer(data_app, name="data", rich_help_panel="Runs")
 app.add_typer(models_app, name="models", rich_help_panel="Runs")
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
@@ -68,6 +87,7 @@ app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
+_add_laboratory()
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 

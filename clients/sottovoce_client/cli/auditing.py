@@ -27,7 +27,6 @@ from sottovoce_client.cli.app import (
     address,
     app,
     folder_for,
-    levels,
     prepared_from,
     real,
     results_of,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _WRITES = ("audit.json", "audit.html")
-_WHERE, _SWAP, _TEST = "Where the runs come from", "The two worlds, and who listens", "The auditor's own test"
+_WHERE, _SWAP = "Where the runs come from", "The two worlds, and who listens"
 
 
 @app.command(rich_help_panel="Privacy")
@@ -49,7 +48,7 @@ def audit(
         Path | None,
         typer.Argument(
             metavar="SPEC",
-            help="The run spec. Not needed with --from and --self-test.",
+            help="The run spec. Not needed with --from.",
             show_default=False,
             autocompletion=completing.spec_files,
         ),
@@ -120,22 +119,6 @@ def audit(
         str | None,
         typer.Option(help="At which neighbour.", show_default="the first that hears it", rich_help_panel=_SWAP),
     ] = None,
-    self_test: Annotated[
-        bool, typer.Option("--self-test", help="Break learners: are they caught?", rich_help_panel=_TEST)
-    ] = False,
-    mutant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE:NAME", help="A broken learner of your own; repeatable.", rich_help_panel=_TEST),
-    ] = None,
-    power: Annotated[
-        bool,
-        typer.Option(
-            "--power", help="How many runs find every break of the catalogue? Half an hour.", rich_help_panel=_TEST
-        ),
-    ] = False,
-    alarms: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.", rich_help_panel=_TEST)
-    ] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
@@ -144,22 +127,6 @@ def audit(
     """
     from sottovoce.spec import load_spec
 
-    if power:
-        if not self_test or spec is not None:
-            raise SpecError("--power goes with --self-test, and with no SPEC: it breaks runs of its own")
-        from sottovoce_client.lab.power import measure_power
-
-        raise typer.Exit(
-            measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out)
-        )
-    if self_test:
-        from sottovoce_client.lab import selftest
-
-        if out is not None:
-            folder_for("audit", out, ["selftest.json"])
-        broken = None if spec is None else prepared_from(load_spec(spec))
-        tested = partial(selftest.self_test, learner=learner, mutants=mutant or [], alarms=alarms)
-        raise typer.Exit(tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out))
     _require_heeded(captures, runs, on, backend, record, replacement, threat, neighbour)
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import AuditRequest
@@ -178,7 +145,7 @@ def audit(
     if captures is not None:
         raise typer.Exit(_from(captures, asked, given, out))
     if given is None:
-        raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
+        raise SpecError("audit needs a SPEC, or --from CAPTURES")
     prepared = prepared_from(given)
     # Captures of other runs are what `--from` would take for the audit's own.
     folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
@@ -284,39 +251,6 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
 
 
 @app.command(rich_help_panel="Privacy")
-def gallery(
-    capture: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."),
-    ] = None,
-    epsilons: Annotated[
-        str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
-    ] = "100000,10000,1000,100,1",
-    runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
-    allow_imports: AllowImports = False,
-    out: Annotated[Path | None, results_of("gallery")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
-
-    Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
-    """
-    from sottovoce.data.known import data_folders
-    from sottovoce_client import terminal
-    from sottovoce_client.lab.gallery.gallery import gallery as show
-    from sottovoce_client.lab.gallery.gallery import gallery_of
-
-    folder = folder_for("gallery", out, ["gallery.json", "gallery.html"])
-    if capture is None:
-        code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
-    else:
-        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
-    terminal.tell_file(folder / "gallery.json")
-    raise typer.Exit(code)
-
-
-@app.command(rich_help_panel="Privacy")
 def watch(
     capture: Annotated[
         str | None,
@@ -368,8 +302,8 @@ def watch(
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here, or the
     learners' logs (--log).
     """
-    from sottovoce_client.lab.watching.watch import WatchRequest, where
-    from sottovoce_client.lab.watching.watch import watch as follow
+    from sottovoce_client.watching.watch import WatchRequest, where
+    from sottovoce_client.watching.watch import watch as follow
     from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.logs import configure_logs
 

@@ -321,7 +321,7 @@ def _conduct(
             typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
     folder = folder_for(spec.name, out, [*_RUN, *(SERVED if served else ())], dump_spec(prepared.run.spec, out))
     if canaries:
-        from sottovoce_client.lab.watching.canaries import with_canaries
+        from sottovoce_client.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
     raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching), served=served))

@@ -316,8 +316,8 @@ def eavesdropper_audit(
     Writes audit.json and audit.html. Exits with 1 if the claim is refuted.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.lab.foreign.audit import audit_foreign
-    from sottovoce_client.lab.foreign.runs import ForeignRequest
+    from sottovoce_client.auditing.foreign import audit_foreign
+    from sottovoce_client.auditing.foreign_runs import ForeignRequest
 
     folder_of_results = folder_for("audit", out, ["audit.json", "audit.html"])
     asked = ForeignRequest(

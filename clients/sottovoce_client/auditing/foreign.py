@@ -1,0 +1,333 @@
+"""`sottovoce eavesdropper audit`: the audit of captures of a foreign service, its file of noise claims, its page and its JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from rich.console import Console
+
+from sottovoce.auditing.blackbox import level, tested
+from sottovoce.auditing.bounds import epsilon_lower_bound
+from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce.auditing.foreign.noise import Centre, NoiseClaim
+from sottovoce.auditing.foreign.power import Power
+from sottovoce.auditing.views import Decoded
+from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import WEAK_EPSILON
+from sottovoce.registry import load
+from sottovoce.yaml_files import document_of, fields_of, text_of
+from sottovoce_client import terminal
+from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict, tests_row
+from sottovoce_client.auditing.foreign_runs import ForeignRequest, Reading, load_decoder, read_runs
+from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
+from sottovoce_client.auditing.report import DIGEST_LINES, attempts_of, guesses_table, tests_table
+from sottovoce_client.documents import write_json
+from sottovoce_client.reports.drawing import BLUE, GREEN, PINK, Figure, View, line, rule, upright
+from sottovoce_client.reports.marks import Axis
+from sottovoce_client.reports.page import Column, Page, PageTable
+from sottovoce_client.wording import NOTHING, at_best_line, count, number, plural
+
+# ---- noise file ------------------------------------------------------------------------------------------------------
+
+_KEYS = {"law", "scale", "centre"}
+_WHAT = "a file of noise claims"
+
+
+def load_noise(path: Path) -> dict[str, NoiseClaim]:
+    """Read the claims of a file, by decoded field.
+
+    Raises:
+        SpecError: it cannot be read, or does not say what it should.
+    """
+    document = document_of(text_of(path, _WHAT), str(path), _WHAT)
+    if not document:
+        raise SpecError(f"{path} must name decoded fields, got none")
+    found = {}
+    for name, given in document.items():
+        where = f"{path}, {name}"
+        found[str(name)] = _claim(fields_of(given, where, "a noise claim"), where)
+    return found
+
+
+def _claim(fields: Mapping[Any, Any], where: str) -> NoiseClaim:
+    if extra := sorted(map(str, fields.keys() - _KEYS)):
+        raise SpecError(f"{where}: a noise claim has law, scale and centre, got {extra[0]}")
+    law = fields.get("law")
+    if law not in ("laplace", "gaussian"):
+        raise SpecError(f"{where}: law must be laplace or gaussian, got {law}")
+    scale = fields.get("scale")
+    scales = [float(each) for each in (scale if isinstance(scale, list) else [scale]) if _is_number(each)]
+    if not scales or min(scales) <= 0.0 or (isinstance(scale, list) and len(scales) < len(scale)):
+        raise SpecError(
+            f"{where}: scale must be a number above 0, or a list of them, one for each message, got {scale}"
+        )
+    return NoiseClaim(law, tuple(scales), _centre(fields.get("centre"), f"{where}: centre"))
+
+
+def _centre(given: Any, where: str) -> Centre | None:
+    """Numbers for both worlds, by world, or a function's; None: not known."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        found: Callable[[int, Decoded, Sequence[Decoded]], Any] = load(given, where)
+        if not callable(found):
+            raise SpecError(f"{where}: {given!r} must be a function, got {type(found).__name__}")
+        return found
+    by_world = given if isinstance(given, Mapping) else {0: given, 1: given}
+    if set(by_world) != {0, 1} or not all(map(_are_numbers, by_world.values())):
+        raise SpecError(
+            f"{where} must be numbers, numbers of each world ({{0: [1.0], 1: [2.0]}}), or module:function, got {given}"
+        )
+    return lambda world, message, before: by_world[world]
+
+
+def _are_numbers(values: Any) -> bool:
+    return all(map(_is_number, values if isinstance(values, list) else [values]))
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+_RUNS = np.geomspace(16, 20_000, 40).astype(int)
+"""Of each world, that the figure of power shows."""
+
+_TALL = 3.0
+"""Of the claim, how far that figure reaches."""
+
+
+def foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, digest: str) -> Page:
+    """The page of an audit.
+
+    Args:
+        done: the audit.
+        reading: what was read of the captures.
+        asked: the request.
+        digest: SHA-256 of its `audit.json`.
+    """
+    found = done.found
+    kinds = {test: [str(sign) for sign in done.signs if sign.test == test] for test in ("said again", "equivocation")}
+    values: dict[str, Any] = {
+        "done": done,
+        "found": found,
+        "reading": reading,
+        "asked": asked,
+        "name": asked.name,
+        "kinds": kinds,
+        "weak_epsilon": WEAK_EPSILON,
+        "best_guess": 100.0 / (1.0 + math.exp(-found.claim)),
+        "failed_tests": [test for test in found.tests if test.rejects],
+        "command": _command(asked),
+        "centred": done.noise is not None and not math.isnan(done.noise.epsilon),
+        "digest": digest,
+        "digest_lines": DIGEST_LINES,
+    }
+    return Page("foreign.html.j2", [*_figures(done), *_tables(done)], values)
+
+
+def _figures(done: ForeignAudit) -> Iterator[Figure]:
+    if done.leaks:
+        first = done.leaks[0]
+        yield worlds_plot("leak", first.place[:1].upper() + first.place[1:], first.values, first.worlds, first.place)
+    shown = done.noise.shown if done.noise is not None else np.empty(0)
+    yield noise_plot(shown)
+    yield quantile_plot(shown)
+    yield _power(done)
+
+
+def _power(done: ForeignAudit) -> Figure:
+    """What guesses show with so many runs: of a service with half of its noise, and of one that keeps nothing back."""
+    found, title = done.found, "What more runs would show"
+    if not 0.0 < found.claim < math.inf or math.isinf(found.needed):
+        return Figure("power", title, (), ())
+    power = Power(found.claim, found.delta, done.messages, found.levels)
+    runs = np.unique(np.append(_RUNS, max(1, found.runs)))
+    halved = np.array([power.shown(2.0, 2 * int(each)) for each in runs])
+    guesses = [tested(2 * int(each)) for each in runs]
+    best = np.array([epsilon_lower_bound(each, each, level(found.levels), found.delta, each) for each in guesses])
+    marks = [
+        rule(runs, np.where(best <= _TALL * found.claim, best, math.nan), "every guess right", PINK, "dot"),
+        line(runs, halved, "half of the noise, best of guessers", GREEN, width=2.2),
+        rule(runs[[0, -1]], [found.claim] * 2, "claim"),
+        upright(found.runs, "this audit", BLUE, "solid"),
+    ]
+    up = Axis("lower bound on ε", zero=True)
+    return Figure("power", title, marks, (View("", Axis("runs of each world", log=True, form="count"), up),))
+
+
+def _tables(done: ForeignAudit) -> Iterator[PageTable]:
+    rows = [(leak.place, leak.view, leak.auc) for leak in done.leaks]
+    columns = (Column("number", kind="long"), Column("seen in", kind="long"), Column("AUC", lambda auc: number(auc, 3)))
+    yield PageTable("leaks", "Numbers that differ between the worlds", columns, rows)
+    yield tests_table(done.found.tests)
+    yield guesses_table("guesses", "Guesses that count", done.found.bounds)
+    yield guesses_table("timed", "Guesses by time, which do not count", done.timed)
+
+
+def _command(asked: ForeignRequest) -> str:
+    """The command that makes the same audit."""
+    words = ["sottovoce", "eavesdropper", "audit", str(asked.folder)]
+    given = {
+        "--decoder": asked.decoder,
+        "--run-is": asked.run_is,
+        "--claim": None if math.isinf(asked.claim) else f"{asked.claim:g}",
+        "--delta": f"{asked.delta:g}" if asked.delta else None,
+        "--noise": asked.noise,
+        "--confidence": f"{asked.confidence:g}",
+        "--seed": asked.seed,
+    }
+    words += [str(word) for flag, value in given.items() if value is not None for word in (flag, value)]
+    return shlex.join(words)
+
+
+# ---- audit -----------------------------------------------------------------------------------------------------------
+
+
+def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = None) -> int:
+    """Audit what relays recorded of two worlds, print what was found, and write `audit.json` and `audit.html`.
+
+    Args:
+        asked: the request.
+        out: folder for the results.
+        console: where to print (default: standard output).
+
+    Returns:
+        The exit code: 1 if the claim is refuted, else 0, or `terminal.INCOMPLETE` if the page could not be made.
+
+    Raises:
+        SpecError: the decoder or the file of noise claims cannot be used, or scipy or scikit-learn are not installed.
+        CaptureError: no captures, or not of both worlds.
+    """
+    console = console or terminal.console()
+    if asked.delta > 0.0 and math.isinf(asked.claim):
+        raise SpecError("--delta needs --claim, the epsilon that is claimed at this delta")
+    reader = None if asked.decoder is None else load_decoder(asked.decoder)
+    noise = None if asked.noise is None else load_noise(asked.noise)
+    with terminal.bar("reading the captures") as say:
+        reading = read_runs(asked.folder, reader, asked.run_is)
+        done = audit_conversations(
+            reading.runs,
+            claim=asked.claim,
+            delta=asked.delta,
+            noise=noise,
+            confidence=asked.confidence,
+            seed=asked.seed,
+            say=say,
+        )
+    write_json(out / "audit.json", _document(done, reading, asked))
+    digest = hashlib.sha256((out / "audit.json").read_bytes()).hexdigest()
+    page = out / "audit.html"
+    code = terminal.attempt(str(page), lambda: foreign_page(done, reading, asked, digest).write(page))
+    print_verdict(done.verdict, asked.name, _rows(done, reading, asked), _notes(done, reading, asked), console)
+    console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
+    return 1 if done.verdict.kind == "refuted" else code
+
+
+def _document(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> dict[str, Any]:
+    """`audit.json` of a service that is not ours."""
+    noise = done.noise
+    return {
+        "sottovoce": version("sottovoce"),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verdict": done.verdict,
+        "captures_sha256": reading.captures,  # of capture.json and the parts of every capture, by its path in the folder
+        "run_is": asked.run_is,
+        "runs_of_each_world": done.runs,
+        "runs_left_out": done.left_out,  # to make both worlds as frequent
+        "worlds_in_turns": done.in_turns,  # they follow each other as coins do
+        "confidence": 1.0 - done.found.levels.alpha,
+        "seed": asked.seed,  # of the split and the classifiers
+        "epsilon": {
+            "claimed": done.found.claim,  # by the owner, for a run; null: nothing
+            "delta": done.found.delta,  # at which it is claimed and bounded
+            "lower_bound": done.found.largest,  # timing left aside
+            "most_that_so_many_runs_show": done.most,  # if every guess were right
+        },
+        "would_have_found": done.found.reaches,  # the smallest violations that would have been found, nine times in ten
+        "not_found_even": done.found.blind or None,  # the plainest violation that would not
+        "black_box": attempts_of(done.found.bounds),
+        "leaks": [
+            {"number": leak.place, "view": leak.view, "auc": leak.auc} for leak in done.leaks
+        ],  # numbers that tell the worlds apart, the clearest first
+        "timing": attempts_of(done.timed),  # shown and not judged: two processes differ in it whatever they hold
+        "noise": None
+        if noise is None or asked.noise is None
+        else {
+            "claimed_sha256": hashlib.sha256(asked.noise.read_bytes()).hexdigest(),  # of the file behind --noise
+            "epsilon": noise.epsilon,  # of a run, if the noise is what is claimed; null: centres are not known
+            "numbers": noise.numbers,
+            "not_tested": noise.left_out,
+            "tests": done.found.tests,
+        },
+        "findings": done.signs,  # what was said twice
+        "messages": reading.messages,
+        "decoder": {
+            "name": asked.decoder,  # `module:function`; null: only bytes were looked at
+            "decoded": reading.decoded,
+            "failed": reading.failed,
+            "first_failures": reading.failures,
+        },
+        "captures_not_closed": reading.unfinished,
+        "runs_cut_short": reading.cut,
+        "connections_left_out": reading.paused,
+        "streams_of_no_run": reading.unnamed,
+    }
+
+
+def _rows(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Iterator[TableRow]:
+    if done.noise is not None:
+        yield tests_row(done.found, "conformance", "the noise is what is claimed", "no noise to test")
+    for family, bounds in (("black box", done.found.bounds), ("timing", done.timed)):
+        for bound in bounds:
+            _, seen, result, least, claimed = guess_row(bound)
+            yield family, seen, result, least, claimed if math.isfinite(bound.claim) else NOTHING
+    tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
+    for test, what in tests.items():
+        yield test, what, "; ".join(str(sign) for sign in done.signs if sign.test == test) or "none", NOTHING, NOTHING
+    if asked.decoder is not None:
+        failed = f", {count(reading.failed)} failed" if reading.failed else ""
+        yield "decoder", asked.decoder, f"{count(reading.decoded)} messages read{failed}", NOTHING, NOTHING
+
+
+def _notes(done: ForeignAudit, reading: Reading, asked: ForeignRequest) -> Iterator[str]:
+    first, second = done.runs
+    yield (
+        f"{plural(first, 'run')} of world 0, {count(second)} of world 1; a run is one {asked.run_is}. "
+        f"{plural(reading.messages, 'message')}."
+    )
+    if done.leaks:
+        yield f"Most shows in: {'; '.join(map(str, done.leaks))}."
+    if done.noise is not None:
+        yield from (f"{each}." for each in done.noise.left_out)
+    if reading.paused:
+        yield (
+            f"{plural(reading.paused, 'connection')} left out: silent for a second between calls, so each may be two that came "
+            "from one port. Let clients name their runs, and use --run-is metadata:KEY."
+        )
+    if reading.unnamed:
+        yield f"{plural(reading.unnamed, 'stream')} left out: no metadata name their run."
+    if done.left_out:
+        yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
+    if not done.in_turns:
+        yield "Worlds did not take turns as coins do: what changes with time (a clock, a counter) tells them apart, too."
+    if any(bound.value > 0.0 for bound in done.timed):
+        yield "Time tells the worlds apart. Two processes differ in it whatever they hold, so the verdict leaves it aside."
+    if reading.unfinished:
+        yield f"{plural(reading.unfinished, 'capture')} not closed: what was in memory is missing."
+    if reading.cut:
+        yield f"{plural(reading.cut, 'run')} said more than is looked at."
+    for failure in reading.failures:
+        yield f"The decoder failed on {failure}"
+    if done.found.reaches and done.verdict.kind in ("consistent", "inconclusive"):
+        yield f"Would have been found, nine times in ten: {'; '.join(each.text for each in done.found.reaches)}."
+    yield at_best_line(done.most, done.found.needed, done.found.claim)

@@ -1,1 +1,0 @@
-"""`sottovoce gallery`: attacks on what is overheard, in pictures."""

@@ -1,1 +1,0 @@
-"""`sottovoce watch`: a running deployment under anytime-valid tests, and canaries."""

@@ -1,0 +1,126 @@
+"""Files of canaries: the secret one, and the commitment to it that is published before the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sottovoce.auditing.online.canaries import Canaries, Place, draw
+from sottovoce.errors import CaptureError, SottovoceError, SpecError
+from sottovoce.experiment import Prepared
+from sottovoce.text import called
+from sottovoce_client import terminal
+from sottovoce_client.documents import private
+from sottovoce_client.wording import number
+
+_SECRET, _COMMITMENT = "canaries.json", "commitment.json"
+
+
+class CommitmentError(SottovoceError):
+    """Canaries are not those that were committed to before the run."""
+
+
+def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
+    """Hide canaries in the records of a run, and commit to them: `canaries.json`, `commitment.json`, and a printed line.
+
+    Args:
+        prepared: the run that is about to start.
+        count: how many.
+        folder: of the run.
+
+    Raises:
+        SpecError: this run cannot have so many.
+    """
+    if prepared.run.spec.data.live:
+        raise SpecError("canaries take the places of records that are there before the run, and live ones are not")
+    generator = np.random.default_rng(secrets.randbits(256))
+    canaries = draw(prepared.run, prepared.data, count, generator)
+    digest = save(canaries, folder)
+    terminal.console(stderr=True, highlight=False).print(
+        f"{count} canaries for {number(canaries.claim)} epsilon or less; committed to: sha256 {digest}\n"
+        "They replace records: the run learns less from those rounds.",
+        soft_wrap=True,
+    )
+    return replace(prepared, data=canaries.in_data(prepared.data))
+
+
+def save(canaries: Canaries, folder: Path) -> str:
+    """Write both files; returns the SHA-256 of the secret one, in hexadecimal."""
+    document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
+    content = (json.dumps(document, indent=1) + "\n").encode()
+    digest = hashlib.sha256(content).hexdigest()
+    with open(folder / _SECRET, "wb", opener=private) as file:
+        file.write(content)
+    public = {"sha256": digest, "canaries": len(canaries.places), "window": canaries.window, "claim": canaries.claim}
+    (folder / _COMMITMENT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
+    return digest
+
+
+def load(path: Path, commitment: str | None = None) -> Canaries:
+    """Read canaries, if they are those that were committed to.
+
+    Args:
+        path: `canaries.json`.
+        commitment: its SHA-256 as it was published (default: what `commitment.json` beside it says).
+
+    Raises:
+        CommitmentError: they are others.
+        CaptureError: unreadable, or no canaries.
+    """
+    try:
+        content = path.read_bytes()
+        beside = path.with_name(_COMMITMENT)
+        promised = commitment or json.loads(beside.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CaptureError(f"cannot read the canaries {path} and their commitment: {error}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != str(promised).lower():
+        raise CommitmentError(f"{path} must have the SHA-256 {promised}, to which the run committed, got {found}")
+    try:
+        return _parsed(json.loads(content))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CaptureError(f"{path} has no canaries: {error!r}") from None
+
+
+def _parsed(document: dict[str, Any]) -> Canaries:
+    places = tuple(Place(int(each["round"]), int(each["learner"])) for each in document["places"])
+    coins = tuple(int(coin) for coin in document["coins"])
+    size, label, tau, claim = (float(document[name]) for name in ("size", "label", "tau", "claim"))
+    window, pair = int(document["window"]), document.get("pair")
+    if pair is not None:
+        first, second = (tuple(map(float, record)) for record in pair)
+        pair = first, second
+    if len(places) != len(coins) or list(places) != sorted(set(places)) or window < 1 or not math.isfinite(claim):
+        raise ValueError("places in order, a coin for each, a window and a finite claim are needed")
+    return Canaries(places, coins, window, size, label, tau, claim, pair)
+
+
+def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
+    """A run's records with the canaries in them.
+
+    Raises:
+        CaptureError: they are of another run.
+    """
+    if canaries.pair is not None and {*map(len, canaries.pair)} != {prepared.data.n_features}:
+        raise CaptureError(f"these canaries are of another run: records here have {prepared.data.n_features} features")
+    for place in canaries.places:
+        own = prepared.data.learners[place.learner : place.learner + 1]
+        if not own or not 0 <= place.round < own[0].rounds or not len(own[0].rows(place.round)):
+            name = called(prepared.run.spec.names, place.learner)
+            raise CaptureError(f"these canaries are of another run: {name} has no record in round {place.round} here")
+    return replace(prepared, data=canaries.in_data(prepared.data))
+
+
+def canaries_beside(place: str) -> Path | None:
+    """The commitment of a run's canaries, where a capture of it lies in the run's folder; None: there is none."""
+    if "://" in place:
+        return None
+    folder = Path(place).absolute()
+    return next((each / _COMMITMENT for each in (folder, *folder.parents[:2]) if (each / _COMMITMENT).is_file()), None)

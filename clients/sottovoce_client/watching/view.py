@@ -1,0 +1,305 @@
+"""What somebody who watches a run sees: a panel on a terminal, else lines; the same table in the end; numbers for Prometheus."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.auditing.online.canaries import CanaryTest
+from sottovoce.auditing.online.watch import Alarm, Watch
+from sottovoce.errors import Unavailable
+from sottovoce.optional import import_extra
+from sottovoce_client import terminal
+from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
+from sottovoce_client.wording import count, number, plural
+from sottovoce_rpc.addresses import place_of
+
+_BAR = 12
+"""Characters from an e-value of one to the line of alarm."""
+NO_ALARM, INCOMPLETE = "no alarm", "not whole"
+_COLOURS = {
+    "watching": "cyan",
+    "ALARM": "bold red",
+    NO_ALARM: "bold green",
+    INCOMPLETE: "bold yellow",
+    "interrupted": "yellow",
+}
+
+
+@dataclass(slots=True)
+class Sight:
+    """All there is to see.
+
+    Attributes:
+        title: of the run.
+        rounds: planned; None: it goes on until it is stopped.
+        names: of all learners.
+        alpha: the chance of a false alarm.
+        watch: of the noise.
+        canaries: of the coins, if there are any.
+        alarms: so far.
+        state: in a word or two.
+        unsaved: the exit code of a watch whose keys could not be written; else 0.
+        provenance: what the capture's signatures say of it, in a sentence; empty: nobody looked.
+    """
+
+    title: str
+    rounds: int | None
+    names: tuple[str, ...]
+    alpha: float
+    watch: Watch
+    canaries: CanaryTest | None = None
+    alarms: list[Alarm] = field(default_factory=list)
+    state: str = "watching"
+    provenance: str = ""
+    unsaved: int = 0
+
+    def name(self, alarm: Alarm) -> str:
+        """Whom an alarm blames."""
+        return "the learners together" if alarm.learner is None else self.names[alarm.learner]
+
+    def sentence(self, alarm: Alarm) -> str:
+        """An alarm in words."""
+        since = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
+        what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.change else ""))
+        e, line = power(alarm.e), power(alarm.threshold)
+        return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
+
+
+View = Union["_Lines", "_Panel"]
+"""Somebody to show it to, as often as one likes; within `aside`, others write to the terminal."""
+
+
+@contextmanager
+def view(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[View]:
+    """Show a watch while the context lasts: a panel on a terminal, which disappears at the end, else lines."""
+    if not console.is_terminal:
+        yield _Lines(console, clock)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Panel(live, clock)
+
+
+class _Lines:
+    """A line about every two seconds, and at every tenth of the rounds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._said = (-math.inf, 0)
+
+    def update(self, sight: Sight) -> None:
+        now, tenth = self._clock(), 10 * sight.watch.round // sight.rounds if sight.rounds else 0
+        if now - self._said[0] < PLAIN_SECONDS and tenth == self._said[1]:
+            return
+        self._said = (now, tenth)
+        self._console.out("  ".join(_words(sight)), highlight=False)
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _words(sight: Sight) -> Iterator[str]:
+    watch = sight.watch
+    worst = max(watch.learners, key=lambda each: each.e)
+    yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
+    yield f"e-value {power(watch.e)} of {power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
+    yield f"of late {power(watch.change)} of {power(watch.change_threshold)}"
+    if sight.canaries is not None:
+        yield _canary_words(sight.canaries)
+
+
+class _Panel:
+    def __init__(self, live: Live, clock: Callable[[], float]) -> None:
+        self._live, self._clock, self._shown = live, clock, (-math.inf, "")
+
+    def update(self, sight: Sight) -> None:
+        now = self._clock()
+        if now - self._shown[0] >= LIVE_SECONDS or sight.state != self._shown[1]:
+            self._shown = (now, sight.state)
+            self._live.update(picture(sight, self._live.console.height - 10), refresh=True)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def picture(sight: Sight, most: int = 40) -> RenderableType:
+    """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
+    head = Text.assemble((sight.title, "bold"), "  ", (sight.state, _COLOURS.get(sight.state, "")))
+    head.append(f"  round {count(sight.watch.round)}" + (f"/{count(sight.rounds)}" if sight.rounds else ""))
+    parts: list[RenderableType] = [head, _table(sight, max(3, most))]
+    if sight.canaries is not None:
+        parts.append(Text(_canary_words(sight.canaries), style="magenta"))
+    return Group(*parts)
+
+
+def _table(sight: Sight, most: int) -> Table:
+    watch = sight.watch
+    table = terminal.table()
+    table.add_column("learner", no_wrap=True, overflow="ellipsis", max_width=16)
+    for title in ("since round 0", "of late"):
+        table.add_column(title, no_wrap=True)
+        table.add_column("e-value", justify="right", no_wrap=True)
+    table.add_column("strongest", no_wrap=True)
+    shown = list(watch.learners)
+    if len(shown) > most:
+        shown = sorted(shown, key=lambda each: -max(each.e, each.change))[:most]
+    for each in shown:
+        lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
+        cells = _cells((each.e, each.change), lines)
+        test = each.test if each.heard else "not heard"
+        table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.heard else "yellow"))
+    if len(shown) < len(watch.learners):
+        table.add_row(f"… {len(watch.learners) - len(shown)} more", style="dim")
+    table.add_section()
+    lines = (watch.threshold, watch.change_threshold)
+    table.add_row("together", *_cells((watch.e, watch.change), lines), style="bold")
+    table.add_row("alarm from", "", power(lines[0]), "", power(lines[1]), style="dim")
+    return table
+
+
+def _cells(e_values: tuple[float, float], lines: tuple[float, float]) -> Iterator[Text]:
+    for e, line in zip(e_values, lines, strict=True):
+        yield _bar(e / line)
+        yield Text(power(e), style="bold red" if e >= line else "")
+
+
+def _bar(full: float) -> Text:
+    """A logarithmic bar: empty up to an e-value of one, full at the line of alarm."""
+    filled = round(_BAR * min(max(full, 0.0), 1.0))
+    colour = "bold red" if full >= 1.0 else "yellow" if full >= 0.5 else "green"
+    return Text.assemble(("━" * filled, colour), ("─" * (_BAR - filled), "bright_black"), ("▏", "red"))
+
+
+def _canary_words(canaries: CanaryTest) -> str:
+    total = len(canaries.canaries.places)
+    return (
+        f"canaries: {canaries.scored} of {total} scored, {canaries.right} of {canaries.guessed} guesses right; "
+        f"ε at least {number(canaries.bound, 3)}, claimed {number(canaries.canaries.claim, 3)}"
+    )
+
+
+def power(e: float) -> str:
+    """An e-value, of its logarithm: two or three digits, or one and a power of ten where it is very large or small."""
+    if math.isinf(e):
+        return "∞" if e > 0 else "0"
+    if -7.0 < e < 11.0:
+        return number(math.exp(e), 2 if e < 4.0 else 3)
+    exponent, fraction = divmod(e / math.log(10.0), 1.0)
+    mantissa = round(10.0**fraction)
+    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else power(e + 0.1)
+
+
+def print_end(sight: Sight, console: Console) -> None:
+    """The table as it stands, and what may be said."""
+    console.print(picture(sight))
+    for alarm in sight.alarms:
+        console.print(Text(f"ALARM: {sight.sentence(alarm)}", style="bold red"))
+    chance = f"{100 * sight.alpha:.3g} %"
+    if sight.alarms:
+        text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
+    else:
+        text = f"No alarm in {plural(sight.watch.round, 'round')}. A false one had a chance of at most {chance}."
+    console.print(Text(text))
+    if sight.provenance:
+        console.print(Text(sight.provenance))
+
+
+def document(sight: Sight) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "run": sight.title,
+        "state": sight.state,
+        "rounds_watched": sight.watch.round,
+        "rounds": sight.rounds,
+        "alpha": sight.alpha,
+        "provenance": sight.provenance,
+        "alarms": [
+            {"learner": None if each.learner is None else sight.names[each.learner], "text": sight.sentence(each)}
+            | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
+            for each in sight.alarms
+        ],
+    }
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+class Gauges:
+    """Gauges for Prometheus, served on an address. Use it in a `with` block.
+
+    Args:
+        address: `host:port`; port 0 picks one.
+
+    Raises:
+        SpecError: prometheus_client is not installed, or this is no address.
+        Unavailable: the address cannot be listened on.
+    """
+
+    def __init__(self, address: str) -> None:
+        prometheus_client = import_extra("prometheus_client", "prometheus_client", "--metrics", "metrics")
+        host, port = place_of(address, "--metrics", listen=True)
+        registry = prometheus_client.CollectorRegistry()
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return prometheus_client.Gauge(f"sottovoce_watch_{name}", text, ("run", *labels), registry=registry)
+
+        self._e = gauge(
+            "log_e_value", "Natural logarithm of the e-value since round 0; learner is empty: of all.", "learner"
+        )
+        self._change = gauge("change_log_e_value", "The same for a change on the way.", "learner")
+        self._line = gauge("log_threshold", "From where on log_e_value is an alarm.", "learner")
+        self._change_line = gauge("change_log_threshold", "From where on change_log_e_value is an alarm.", "learner")
+        self._alarms = gauge("alarms", "Alarms so far; learner is empty where none stands out.", "learner")
+        self._round = gauge("round", "Rounds watched.", "learner")
+        self._bound = gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
+        try:
+            self._server, _ = prometheus_client.start_http_server(port, host, registry)
+        except OSError as error:
+            raise Unavailable(f"--metrics cannot listen on {address}: {error.strerror or error}") from None
+        self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
+
+    def __enter__(self) -> Gauges:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def update(self, sight: Sight) -> None:
+        """Give these numbers from now on."""
+        blamed = [None if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms]
+        watch, title = sight.watch, sight.title
+        self._tell("", title, watch.e, watch.change, (watch.threshold, watch.change_threshold))
+        for each in watch.learners:
+            name = sight.names[each.learner]
+            lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
+            self._tell(name, title, each.e, each.change, lines)
+            self._round.labels(sight.title, name).set(each.rounds)
+            self._alarms.labels(sight.title, name).set(blamed.count(name))
+        self._alarms.labels(sight.title, "").set(blamed.count(None))
+        if sight.canaries is not None:
+            self._bound.labels(sight.title).set(sight.canaries.bound)
+
+    def _tell(self, learner: str, title: str, e: float, change: float, lines: tuple[float, float]) -> None:
+        """E-values, and from where on they are an alarm."""
+        for gauge, value in zip(
+            (self._e, self._change, self._line, self._change_line), (e, change, *lines), strict=True
+        ):
+            gauge.labels(title, learner).set(value)

@@ -1,0 +1,348 @@
+"""Learners of real services that are broken: what they say beside their messages, when they say it, and whether they go on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import grpc
+import numpy as np
+
+from sottovoce.algorithms.interface import Heard
+from sottovoce.arrays import Batch
+from sottovoce.auditing.plan import AuditPlan
+from sottovoce.errors import BudgetExhausted
+from sottovoce.noise import Noise, SeededNoise
+from sottovoce_lab.breaking import Altered
+from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.face import Context, Face
+from sottovoce_learner.role import Role
+from sottovoce_learner.service import Learner
+from sottovoce_rpc import directives
+from sottovoce_rpc.access import give_turn_back
+from sottovoce_rpc.codec import from_tensor
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import learner_pb2
+
+_Metadata = tuple[tuple[str, str], ...]
+_NoiseOf = Callable[[str, int], Noise]
+"""A learner's noise, from the run's name and its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The first record of a run, as its learner knows it, and the world that the run is in."""
+
+    norm: float
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a learner ends a stream in the middle of a run; its neighbour opens another one."""
+
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    text: str = ""
+    trailers: _Metadata = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenService:
+    """What is wrong with a learner of real services; what is left out is as it should be.
+
+    Attributes:
+        name: in a word or two.
+        what: is wrong, in a few words.
+        noise: where all learners' noise comes from.
+        takes: called with every round's records, its number and the world before the audited learner learns them.
+        greets: metadata that stand before its answers.
+        pads: bytes that its hello is longer by.
+        ends: how it ends its first stream; None: it does not.
+        dials: connections to its neighbours that it opens when all is said, and drops.
+        lost: whether a run's capture is lost, by its world.
+        sure: it must be found; a busy machine may hide a delay.
+    """
+
+    name: str
+    what: str
+    noise: Callable[[AuditPlan], _NoiseOf] | None = None
+    takes: Callable[[Batch, int, int], None] | None = None
+    greets: Callable[[Known], _Metadata] | None = None
+    pads: Callable[[Known], int] | None = None
+    ends: Callable[[Known], _Ending | None] | None = None
+    dials: Callable[[Known], int] | None = None
+    lost: Callable[[int], bool] | None = None
+    sure: bool = True
+
+    @property
+    def correct(self) -> bool:
+        """Nothing is wrong."""
+        return self == BrokenService(self.name, self.what)
+
+
+# ---- the learner -----------------------------------------------------------------------------------------------------
+
+
+class Noised(Learner):
+    """A learner whose noise comes from elsewhere."""
+
+    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None) -> None:
+        super().__init__(config)
+        self.world = 0  # of the run, as whoever makes it says
+        self._other = noise
+
+    def _noise(self, role: Role) -> Noise:
+        return super()._noise(role) if self._other is None else self._other(role.run_id, role.index)
+
+
+class _Leaking(Noised):
+    """The learner that is audited."""
+
+    def __init__(self, config: LearnerConfig, noise: _NoiseOf | None, broken: BrokenService) -> None:
+        super().__init__(config, noise)
+        self.broken = broken
+        self.face = _LeakingFace(self)
+
+    async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
+        await super()._prepare(run_id, told)
+        assert self._session is not None  # noqa: S101 - it was made
+        self.first: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        self.halfway, self.ended, self._taken = asyncio.Event(), False, 0
+        self._session.algorithm = _Taking(self._session.algorithm, self._take)
+
+    @property
+    def introduced(self) -> bool:
+        """True when it is in a run, and knows its neighbours."""
+        return self._session is not None and self._session.plan.announced > 0
+
+    def _take(self, batch: Batch) -> None:
+        if self.broken.takes is not None:
+            self.broken.takes(batch, self._taken, self.world)
+        self._taken += 1
+        assert self._session is not None  # noqa: S101 - it is its round
+        rounds = self._session.role.spec.rounds
+        if 2 * self._taken >= rounds:
+            self.halfway.set()
+        if self.broken.dials is not None and self._taken == rounds:
+            self._dial(self.broken.dials(self.first.result()))
+
+    def _dial(self, times: int) -> None:
+        """Open connections to the neighbours whose streams this learner opens, and say nothing on them."""
+        for address, _ in self._opened.values():
+            host, _, port = address.rpartition(":")
+            for _ in range(times):
+                socket.create_connection((host, int(port))).close()
+
+
+class _LeakingFace(Face):
+    """What it answers to feeders and neighbours."""
+
+    def __init__(self, learner: _Leaking) -> None:
+        super().__init__(learner.config, learner.in_run, lambda: learner.status)
+        self._learner, self._broken = learner, learner.broken
+
+    async def ingest(
+        self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
+    ) -> AsyncIterator[learner_pb2.IngestReceipt]:
+        async for receipt in super().ingest(self._looked_at(batches), context):
+            yield receipt
+
+    async def _looked_at(
+        self, batches: AsyncIterator[learner_pb2.SampleBatch]
+    ) -> AsyncIterator[learner_pb2.SampleBatch]:
+        async for batch in batches:
+            if not self._learner.first.done():
+                norm = float(np.linalg.norm(from_tensor(batch.features)[0]))
+                self._learner.first.set_result(Known(norm, self._learner.world))
+            yield batch
+
+    async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        broken, learner = self._broken, self._learner
+        give_turn_back()  # what it leaks is known once its records have come, and they may be of the same caller
+        if learner.introduced:
+            if broken.pads is not None:
+                context = cast(Context, _Padded(context, broken.pads(await learner.first)))
+            if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
+                await self._end_halfway(requests, context, ending)
+                return
+        await super().exchange(requests, context)
+
+    async def _open(self, context: Context) -> None:
+        greets = self._broken.greets
+        greeting = () if greets is None else greets(await self._learner.first)
+        await context.send_initial_metadata(greeting)
+
+    async def _end_halfway(self, requests: AsyncIterator[bytes], context: Context, ending: _Ending) -> None:
+        async with Tasks() as tasks:
+            serving = tasks.start(super().exchange(requests, context))
+            halfway = tasks.start(self._learner.halfway.wait())
+            await asyncio.wait([serving, halfway], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+                return
+        self._learner.ended = True
+        context.set_trailing_metadata(ending.trailers)
+        await context.abort(ending.code, ending.text)
+
+
+@dataclass(frozen=True)
+class _Taking(Altered):
+    """An algorithm whose records are seen before it learns them."""
+
+    takes: Callable[[Batch], None]
+
+    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
+        self.takes(batch)
+        return self.correct.listen(state, heard, batch)
+
+
+class _Padded(Altered):
+    """A stream whose first message has a field more, which nobody knows."""
+
+    def __init__(self, correct: Any, size: int) -> None:
+        super().__init__(correct)
+        self.__dict__["left"] = [b"\xfa\x07" + bytes([size]) + bytes(size)]  # field 127, of so many bytes
+
+    async def write(self, message: bytes) -> None:
+        more = self.left.pop() if self.left else b""
+        await self.correct.write(message + more)
+
+
+def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[Noised]:
+    """All learners of a run; what is wrong beside the noise is wrong with the audited one.
+
+    Args:
+        broken: how.
+        plan: the audit.
+        config: of the learner of a name.
+    """
+    noise = None if broken.noise is None else broken.noise(plan)
+    return [
+        _Leaking(config(name), noise, broken) if index == plan.worlds.learner else Noised(config(name), noise)
+        for index, name in enumerate(plan.run.spec.names)
+    ]
+
+
+# ---- breaks ----------------------------------------------------------------------------------------------------------
+
+
+def _as_simulated(name: str) -> Callable[[AuditPlan], _NoiseOf]:
+    """The noise of a broken learner of the catalogue."""
+    mutant = next(each for each in CATALOGUE if each.name == name)
+
+    def noise(plan: AuditPlan) -> _NoiseOf:
+        source = mutant.breaks(plan).noise
+        return lambda run_id, learner: source(np.random.SeedSequence())
+
+    return noise
+
+
+def _one_seed(plan: AuditPlan) -> _NoiseOf:
+    """Learners draw what their neighbour draws: the seed is the run's."""
+    return lambda run_id, learner: SeededNoise(
+        np.random.SeedSequence(int.from_bytes(hashlib.sha256(run_id.encode()).digest()))
+    )
+
+
+def _waits(batch: Batch, t: int, world: int, *, milliseconds: float, size: Callable[[Batch], float]) -> None:
+    time.sleep(milliseconds * size(batch) / 1e3)
+
+
+def _norm(batch: Batch) -> float:
+    return float(np.linalg.norm(batch.features))
+
+
+def _label(batch: Batch) -> float:
+    return float(batch.labels.max())
+
+
+def _raises(batch: Batch, t: int, world: int, *, error: Callable[[], Exception], share: float) -> None:
+    """In some runs of one world, after the first message."""
+    if t == 0 and world == 1 and random.random() < share:  # noqa: S311 - no secret
+        raise error()
+
+
+def _out_of_budget() -> Exception:
+    return BudgetExhausted("the next message would be too dear")
+
+
+def _in_tenths(known: Known) -> _Metadata:
+    return (("x-norm", f"{known.norm:.1f}"),)
+
+
+def _with_trailers(known: Known) -> _Ending:
+    return _Ending(trailers=_in_tenths(known))
+
+
+def _with_code(known: Known) -> _Ending:
+    return _Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[known.world])
+
+
+def _in_one_world(known: Known) -> _Ending | None:
+    return _Ending() if known.world == 1 else None
+
+
+def _if_loud(known: Known) -> int:
+    return int(known.norm > 0.5)
+
+
+def _lost(world: int, share: float) -> bool:
+    return world == 1 and random.random() < share  # noqa: S311 - no secret
+
+
+ON_NETWORK = (
+    BrokenService("correct", "nothing"),
+    *(
+        BrokenService(name, what, noise=_as_simulated(name))
+        for name, what in (
+            ("half the noise", "noise of half its scale"),
+            ("0.9 of the scale", "noise of another scale"),
+            ("float32", "noise of 24 significant bits"),
+            ("two rounds later", "noise said again two rounds later"),
+        )
+    ),
+    BrokenService("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
+    *(
+        BrokenService(
+            f"{milliseconds:g} ms a {by}",
+            f"rounds last longer by a record's {by}",
+            takes=partial(_waits, milliseconds=milliseconds, size=size),
+            sure=False,
+        )
+        for milliseconds, by, size in ((20.0, "norm", _norm), (5.0, "norm", _norm), (20.0, "label", _label))
+    ),
+    BrokenService("metadata", "a norm in tenths before the answers", greets=_in_tenths),
+    BrokenService("length", "a hello is longer by a record's norm", pads=lambda known: int(10.0 * known.norm)),
+    *(
+        BrokenService(name, what, ends=ends)
+        for name, what, ends in (
+            ("trailers", "a norm in tenths behind a stream that ends", _with_trailers),
+            ("status", "a stream ends with another code in one world", _with_code),
+            ("reconnect", "a stream ends early in one world", _in_one_world),
+        )
+    ),
+    *(
+        BrokenService(name, what, takes=partial(_raises, error=error, share=share))
+        for name, what, error, share in (
+            ("50 % fail", "runs of one world fail", RuntimeError, 0.5),
+            ("20 % fail", "runs of one world fail", RuntimeError, 0.2),
+            ("50 % end early", "a learner of one world falls silent", _out_of_budget, 0.5),
+        )
+    ),
+    BrokenService("20 % are lost", "captures of one world are missing", lost=partial(_lost, share=0.2)),
+)
+"""Learners of real services, a correct one among them."""
+
+BY_WIRETAP = (
+    BrokenService("correct", "nothing"),
+    BrokenService("another connection", "opened and dropped after a loud first record", dials=_if_loud),
+)
+"""Learners of real services whose channels are encrypted; what is wrong passes beside gRPC, where a relay hears nothing."""

@@ -1,0 +1,288 @@
+"""Mutants whose centre is not the promised one, and mutants whose noise follows the data or the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Heard, Message
+from sottovoce.arrays import Batch, FloatArray
+from sottovoce.auditing.plan import AuditPlan
+from sottovoce.auditing.swaps import PILOT
+from sottovoce.auditing.worlds import Share, overhear
+from sottovoce.errors import SpecError
+from sottovoce.noise import Draw, Noise, SeededNoise
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run
+from sottovoce_lab.breaking import Altered, Change, each_message, each_number, event, rescaled, scaled
+from sottovoce_lab.mutants import (
+    Breaks,
+    Broken,
+    Following,
+    Mutant,
+    Says,
+    altered,
+    faults,
+    following,
+    laplace_only,
+    mirrored,
+    unaided,
+    where,
+    with_loss,
+)
+
+# ---- centre ----------------------------------------------------------------------------------------------------------
+
+
+class _SaysMinimiser(Altered):
+    """PVP that sends f in place of f + e."""
+
+    def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
+        state, _ = self.correct.speak(state, noise)
+        return state, Message({"y": state.primal})
+
+
+@dataclass(frozen=True)
+class _Louder(Altered):
+    """A loss whose gradients are a factor larger."""
+
+    factor: float
+
+    def gradient_sum(self, theta: FloatArray, batch: Any) -> FloatArray:
+        total: FloatArray = self.factor * self.correct.gradient_sum(theta, batch)
+        return total
+
+
+class _Unclipped(Altered):
+    """A loss that takes records as they come, and gradients as they are."""
+
+    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return features, labels
+
+
+@dataclass(frozen=True)
+class _Weighted(Altered):
+    """What was heard, with other weights."""
+
+    factor: float
+
+    def weighted_sum(self, name: str) -> FloatArray:
+        total: FloatArray = self.factor * self.correct.weighted_sum(name)
+        return total
+
+
+@dataclass(frozen=True)
+class _Weighs(Altered):
+    """An algorithm that weighs its neighbours' messages otherwise."""
+
+    factor: float
+
+    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
+        return self.correct.listen(state, _Weighted(heard, self.factor), batch)
+
+
+class _Twice(Altered):
+    """An algorithm that uses the first record of a round twice, and not the last one."""
+
+    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
+        order = np.arange(batch.size)
+        order[-1:] = order[:1]
+        return self.correct.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
+
+
+_says_f = where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")(
+    altered(_SaysMinimiser)
+)
+_batches = where(
+    lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
+    "no round brings more than one record",
+)
+
+
+def _summed(plan: AuditPlan) -> Broken:
+    sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
+    return with_loss(lambda loss: _Louder(loss, float(sizes.max())))(plan)
+
+
+def _understating(share: Callable[[Run], float]) -> Breaks:
+    """The claim is too small. One that is far above what anybody can hear may be made smaller, and still hold."""
+
+    def breaks(plan: AuditPlan) -> Broken:
+        run, worlds = plan.run, plan.worlds
+        said = overhear(run, plan.data, worlds, Share(0, PILOT, plan.seeds.rehearsal), SeededNoise).transcript
+        each = [replay(run, said, i, [worlds.first, worlds.second]).supremum.max() for i in worlds.holders(run)]
+        most, claim = float(sum(each)), share(run) * plan.epsilon
+        if not most > claim:
+            raise SpecError(f"messages show {most:.3g} at most, so a claim of {claim:.4g} may well hold")
+        return Broken(understated=share(run))
+
+    return breaks
+
+
+def _stale(part: float) -> Following:
+    """The decision of the round before is said, or a part of the way back to it."""
+    return lambda noise, draw, says: noise - draw.rounded(part * says.moved)
+
+
+_centre = partial(faults("centre"), base="dola")
+
+CENTRE = (
+    _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
+    _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
+    _centre(
+        "not clipped", "records at ten times their bound", with_loss(_Unclipped), quick=True, swap=mirrored(10.0, -10.0)
+    ),
+    *(
+        _centre(name, what, _understating(share), quick=True, family="likelihood", runs=500, base=base)
+        for name, what, share, base in (
+            ("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, "dola, 1 feature"),
+            (
+                "clipped in l2",
+                "an l2 norm charged: short by √d",
+                lambda run: float(run.algorithm.dim) ** -0.5,
+                "dola, 9 features",
+            ),
+        )
+    ),
+    _centre(
+        "nine tenths of the sensitivity",
+        "less than the sensitivity is charged",
+        _understating(lambda run: 0.9),
+        family="likelihood",
+        base="dola, 1 feature",
+    ),
+    *(
+        _centre(
+            f"clipped at {times:g}",
+            f"records at {times:g} times their bound",
+            with_loss(_Unclipped),
+            swap=mirrored(times, -times),
+        )
+        for times in (2.0, 1.2)
+    ),
+    *(
+        _centre(f"gradients {factor:g} times", "gradients are too large", with_loss(partial(_Louder, factor=factor)))
+        for factor in (4.0 / 3.0, 1.1)
+    ),
+    *(
+        _centre(
+            f"weights {factor:g} times", "neighbours are weighed otherwise", altered(partial(_Weighs, factor=factor))
+        )
+        for factor in (0.5, 0.95)
+    ),
+    _centre(
+        "a record used twice",
+        "one of four records counts twice, another not at all",
+        _batches(altered(_Twice)),
+        base="dola, batches of 4",
+    ),
+    *(
+        _centre(name, what, laplace_only(following(_stale(part))))
+        for name, what, part in (
+            ("an old decision", "the decision of the round before is said", 1.0),
+            ("half a step behind", "half a step is left out", 0.5),
+        )
+    ),
+)
+"""A centre that is not the promised one, or a claim that is not what the centre allows."""
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def _skips_zeros(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+    """No noise on coordinates that are zero."""
+    return np.where(says.centre == 0.0, 0.0, noise)
+
+
+def _by_label(factor: float) -> Following:
+    """Noise of another scale after a record of class 1."""
+    return lambda noise, draw, says: scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
+
+
+def _by_size(factor: float) -> Following:
+    """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
+
+    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+        norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
+        far = norms > np.median(norms, axis=-2, keepdims=True)
+        return scaled(noise, np.where(far, factor, 1.0), draw)
+
+    return change
+
+
+def _towards(share: float) -> Following:
+    """Some numbers get the sign of what the model moved by; which ones, digits far behind the point of their size tell."""
+
+    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+        digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
+        return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
+
+    return change
+
+
+def _marked(size: float) -> Following:
+    """Beside the noise, the label of the last record is said, so many scales large."""
+    return lambda noise, draw, says: noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
+
+
+def _by_round(factor: float) -> Change:
+    """Noise of another scale in every fourth round."""
+    return lambda noise, draw: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
+
+
+def _by_coordinate(factor: float) -> Change:
+    """One coordinate of another scale."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, factor, 1.0), draw)
+
+    return change
+
+
+_data = faults("noise that follows data")
+
+
+def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share: float) -> Iterator[Mutant]:
+    """Noise of a scale that follows something: another one in so many of the numbers."""
+    for factor in (0.8, 0.95):
+        name, what = f"{factor:g} {when}", f"the scale follows {follows}"
+        yield _data(name, what, laplace_only(breaks(factor)), each_number(share * rescaled(factor)))
+
+
+DATA = (
+    _data("zeros left out", "no noise on zero coordinates", following(_skips_zeros), quick=True),
+    *_rescaling("after label 1", "the last label", lambda factor: following(_by_label(factor)), 0.5),
+    *_rescaling("after a long step", "the norm of the step", lambda factor: following(_by_size(factor)), 0.5),
+    *(
+        _data(
+            f"{100 * share:g} % of signs follow",
+            "signs follow the step",
+            laplace_only(following(_towards(share))),
+            each_number(event(0.5 + share / 2.0, 0.5)),
+        )
+        for share in (0.2, 0.05)
+    ),
+    *_rescaling("in every fourth round", "the round number", lambda factor: unaided(partial(_by_round, factor)), 0.25),
+    _data(
+        "one coordinate at 0.9",
+        "the scale follows the coordinate",
+        laplace_only(unaided(partial(_by_coordinate, 0.9))),
+        each_message(rescaled(0.9)),
+    ),
+    *(
+        _data(
+            f"label said, {size:g} scales large",
+            "the noise's mean follows the last label",
+            laplace_only(following(_marked(size))),
+            each_number(math.exp(-size) - 1.0 + size),
+        )
+        for size in (0.1, 0.02)
+    ),
+)
+"""Noise whose scale, sign or mean follows what it should hide, or the schedule."""

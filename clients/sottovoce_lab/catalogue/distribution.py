@@ -1,0 +1,300 @@
+"""Mutants whose noise has another scale, another shape or another support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.random import Generator
+
+from sottovoce.arrays import FloatArray
+from sottovoce.auditing.plan import AuditPlan
+from sottovoce.noise import Draw
+from sottovoce_lab.breaking import (
+    Change,
+    each_message,
+    each_number,
+    event,
+    in_scales,
+    rescaled,
+    scaled,
+    shaped,
+    sometimes,
+    times,
+)
+from sottovoce_lab.mutants import Broken, Mutant, altered, faults, laplace_only, lattice_only, noisy, unaided, where
+
+# ---- scale -----------------------------------------------------------------------------------------------------------
+
+
+def _one_learner(factor: float) -> Change:
+    """The first learner's scale is another one."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        factors = np.ones((len(noise), *(1 for _ in noise.shape[1:])))
+        factors[0] = factor
+        return scaled(noise, factors, draw)
+
+    return change
+
+
+def _by_run(generator: Generator, spread: float) -> Change:
+    """Every run has a scale of its own, equally often too large and too small by as much."""
+    factors: dict[int, FloatArray] = {}
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        replicas = noise.shape[-2]
+        own = factors.setdefault(replicas, 1.0 + spread * generator.choice((-1.0, 1.0), (replicas, 1)))
+        return scaled(noise, own, draw)
+
+    return change
+
+
+_twice_zeta = where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")(
+    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+)
+
+_scale = faults("scale")
+
+
+def _of_scale(factor: float, name: str, what: str = "", *, quick: bool = False) -> Mutant:
+    breaks = unaided(partial(times, factor))
+    return _scale(name, what or f"noise of {factor:g} of its scale", breaks, each_number(rescaled(factor)), quick=quick)
+
+
+SCALE = (
+    _of_scale(0.5, "half the noise", "noise of half its scale", quick=True),
+    _of_scale(0.9, "0.9 of the scale", quick=True),
+    *(_of_scale(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
+    _scale("one learner at 0.95", "0.95 of its scale, one learner", unaided(partial(_one_learner, 0.95))),
+    *(
+        _scale(f"runs vary by {100 * spread:g} %", "runs of another scale", noisy(partial(_by_run, spread=spread)))
+        for spread in (0.2, 0.05)
+    ),
+    _scale(
+        "dvp, twice zeta",
+        "zeta is alpha_hat: half the noise",
+        _twice_zeta,
+        family="likelihood",
+        runs=4000,
+        base="dvp",
+        quick=True,
+    ),
+)
+"""Noise of another scale."""
+
+
+# ---- shape -----------------------------------------------------------------------------------------------------------
+
+
+def _gaussian(generator: Generator) -> Change:
+    """Gaussian noise of the same variance."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        spherical = draw.law == "spherical"
+        size, variance = (
+            (1.0 / draw.scale, noise.shape[-1] + 1.0) if spherical else (draw.scale, 2.0)
+        )  # of a coordinate
+        return draw.rounded(generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
+
+    return change
+
+
+def _drawn(sample: Callable[[Generator, tuple[int, ...]], FloatArray], generator: Generator) -> Change:
+    """Noise of another law, in scales."""
+    return in_scales(lambda noise: sample(generator, noise.shape))
+
+
+def _logistic(generator: Generator, shape: tuple[int, ...]) -> FloatArray:
+    return generator.logistic(0.0, _LOGISTIC, shape)
+
+
+def _uniform(generator: Generator, shape: tuple[int, ...]) -> FloatArray:
+    return generator.uniform(-2.0, 2.0, shape)
+
+
+_LOGISTIC = 0.5 / math.log(2.0)
+"""Scale of the logistic law whose mean size is 1."""
+
+
+def _skewed(generator: Generator, positive: float) -> Change:
+    """Too many numbers are positive."""
+    share = 2.0 * positive - 1.0  # of what would be negative half the time
+    return lambda noise, draw: np.where(generator.random(noise.shape) < share, np.abs(noise), noise)
+
+
+def _shifted(by: float) -> Change:
+    return in_scales(lambda noise: noise + by)
+
+
+def _normal(sizes: FloatArray) -> FloatArray:
+    density: FloatArray = np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi)
+    return density
+
+
+def _mixed(share: float) -> Callable[[FloatArray], FloatArray]:
+    return lambda sizes: share * _normal(sizes) + (1.0 - share) * np.exp(-sizes)
+
+
+def _of_logistic(sizes: FloatArray) -> FloatArray:
+    density: FloatArray = 0.5 / _LOGISTIC / np.cosh(sizes / (2.0 * _LOGISTIC)) ** 2
+    return density
+
+
+_shape = faults("tails and shape")
+
+
+def _of_gaussian(share: float) -> Mutant:
+    breaks = noisy(lambda generator: sometimes(_gaussian(generator), share, generator))
+    what = f"{100 * share:g} % of the numbers are Gaussian"
+    return _shape(f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), each_number(shaped(_mixed(share))))
+
+
+SHAPE = (
+    _shape("Gaussian", "Gaussian noise, equal variance", noisy(_gaussian), each_number(shaped(_normal)), quick=True),
+    *map(_of_gaussian, (0.5, 0.2, 0.1)),
+    _shape(
+        "logistic",
+        "logistic noise, equal mean size",
+        laplace_only(noisy(partial(_drawn, _logistic))),
+        each_number(shaped(_of_logistic)),
+    ),
+    _shape(
+        "uniform",
+        "uniform noise, equal mean size",
+        laplace_only(noisy(partial(_drawn, _uniform))),
+        each_number(shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
+    ),
+    *(
+        _shape(
+            f"{100 * positive:g} % positive",
+            "signs are not fair",
+            laplace_only(noisy(partial(_skewed, positive=positive))),
+            each_number(event(positive, 0.5)),
+        )
+        for positive in (0.6, 0.51)
+    ),
+    _shape(
+        "centred at 0.02",
+        "noise with a mean of 0.02 scales",
+        laplace_only(unaided(partial(_shifted, 0.02))),
+        each_number(math.exp(-0.02) - 1.0 + 0.02),
+    ),
+)
+"""Noise of the right size and another law."""
+
+
+# ---- support ---------------------------------------------------------------------------------------------------------
+
+
+def _first_only() -> Change:
+    """The first message that should carry noise does, the later ones do not."""
+    first: dict[str, int] = {}
+    return lambda noise, draw: noise if first.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
+
+
+def _but_one(skipped: int) -> Change:
+    """No noise in one round."""
+    return lambda noise, draw: np.zeros_like(noise) if draw.round == skipped else noise
+
+
+def _without_a_round(plan: AuditPlan) -> Broken:
+    """No noise in the last of the rounds that a black box would look at."""
+    return unaided(partial(_but_one, int(plan.listener.rounds[-1])))(plan)
+
+
+def _but_the_last(noise: FloatArray, draw: Draw) -> FloatArray:
+    """No noise on the last coordinate."""
+    noise = noise.copy()
+    noise[..., -1] = 0.0
+    return noise
+
+
+def _silent(noise: FloatArray, draw: Draw) -> FloatArray:
+    return np.zeros_like(noise)
+
+
+def _within(most: float) -> Change:
+    """Laplace noise, given that it is not beyond so many scales."""
+    return in_scales(lambda noise: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
+
+
+def _beyond(least: float) -> Change:
+    """Laplace noise, given that it is not within so many scales."""
+    return in_scales(lambda noise: np.copysign(np.abs(noise) + least, noise))
+
+
+def _clipped(most: float) -> Change:
+    """What is beyond so many scales is said to be as many."""
+    return in_scales(lambda noise: np.clip(noise, -most, most))
+
+
+def _biased(generator: Generator, extra: float = 0.015, near: float = 0.1) -> Change:
+    """A sampler with too much mass near zero, by `extra`, within `near` scales."""
+    share = extra * np.exp(near)  # as much of what is moved would have been near anyway
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        moved = draw.rounded(generator.uniform(-near, near, noise.shape) * draw.scale)
+        return np.where(generator.random(noise.shape) < share, moved, noise)
+
+    return change
+
+
+_support = faults("support and atoms")
+_ATOM = 2.0**-41
+"""About the probability of a single number."""
+
+
+def _of_zeros(share: float, *, messages: bool) -> Mutant:
+    kind, each = ("messages", each_message) if messages else ("numbers", each_number)
+    breaks = noisy(lambda generator: sometimes(_silent, share, generator, messages=messages))
+    name = f"{100 * share:g} % of {kind} without noise"
+    return _support(name, "noise is left out at random", laplace_only(breaks), limit=each(event(share, _ATOM), share))
+
+
+SUPPORT = (
+    *(
+        _support(name, what, breaks, quick=True)
+        for name, what, breaks in (
+            ("first only", "noise on the first message alone", unaided(_first_only)),
+            ("a round left out", "no noise in one round", _without_a_round),
+            ("a coordinate left out", "no noise on the last coordinate", unaided(lambda: _but_the_last)),
+        )
+    ),
+    _support(
+        "biased sampler",
+        "1.5 % too much mass near zero",
+        lattice_only(noisy(_biased)),
+        each_number(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
+        quick=True,
+        base="ldp-dol, 60,000 numbers",
+    ),
+    _of_zeros(0.001, messages=True),
+    _of_zeros(0.001, messages=False),
+    _of_zeros(0.0001, messages=False),
+    *(
+        _support(
+            f"none beyond {most:g} scales",
+            "noise is bounded",
+            laplace_only(unaided(partial(_within, most))),
+            each_number(-math.log(-math.expm1(-most))),
+        )
+        for most in (4.0, 7.5, 10.0)
+    ),
+    *(
+        _support(
+            f"clipped at {most:g} scales",
+            "what is beyond is said to be as much",
+            laplace_only(unaided(partial(_clipped, most))),
+            each_number(event(math.exp(-most), _ATOM), math.exp(-most)),
+        )
+        for most in (6.0, 10.0)
+    ),
+    _support(
+        "none within 0.01 scales", "no small noise", laplace_only(unaided(partial(_beyond, 0.01))), each_number(0.01)
+    ),
+)
+"""Noise that is missing, bounded, or too often the same number."""

@@ -1,0 +1,146 @@
+"""The commands of the laboratory: `sottovoce lab self-test`, `power` and `gallery`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sottovoce_client.cli import completing
+from sottovoce_client.cli.app import (
+    MOST,
+    MOST_JOBS,
+    AllowImports,
+    AsJson,
+    WorkedOnBy,
+    folder_for,
+    levels,
+    prepared_from,
+    results_of,
+)
+
+lab_app = typer.Typer(
+    no_args_is_help=True,
+    help="The laboratory: test the auditor itself, and see in pictures what an eavesdropper can rebuild.",
+)
+
+_Mutants = Annotated[
+    list[str] | None, typer.Option("--mutant", metavar="MODULE:NAME", help="A broken learner of your own; repeatable.")
+]
+_Jobs = Annotated[
+    int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")
+]
+_Seed = Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder for the results.", show_default="none are written"),
+]
+
+
+@lab_app.command("self-test")
+def self_test(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="The run spec whose run is broken.",
+            show_default="small runs of all algorithms",
+            autocompletion=completing.spec_files,
+        ),
+    ] = None,
+    mutant: _Mutants = None,
+    alarms: Annotated[int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.")] = 5,
+    learner: Annotated[
+        str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
+    ] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="each mutant's own limit"
+        ),
+    ] = None,
+    backend: WorkedOnBy = "processes",
+    jobs: _Jobs = None,
+    seed: _Seed = 0,
+    out: _Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test the auditor: does it catch broken learners, and how often does it accuse correct ones?
+
+    Writes selftest.json to the folder of --out. Exits with 1 if a broken learner is missed, or if false alarms are too many.
+    """
+    from sottovoce.spec import load_spec
+    from sottovoce_lab import selftest
+
+    if out is not None:
+        folder_for("audit", out, ["selftest.json"])
+    broken = None if spec is None else prepared_from(load_spec(spec))
+    code = selftest.self_test(
+        broken,
+        learner=learner,
+        mutants=mutant or [],
+        alarms=alarms,
+        runs=runs,
+        backend=backend,
+        jobs=jobs,
+        seed=seed,
+        out=out,
+    )
+    raise typer.Exit(code)
+
+
+@lab_app.command()
+def power(
+    mutant: _Mutants = None,
+    runs: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Runs of each of the two worlds, at most.", show_default="2000")
+    ] = None,
+    backend: WorkedOnBy = "processes",
+    jobs: _Jobs = None,
+    seed: _Seed = 0,
+    out: _Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure with how many runs the audit finds every broken learner of the catalogue. Takes half an hour.
+
+    Writes power.md and power.json to the folder of --out, in place of earlier ones. Exits with 1 if a broken learner with enough
+    evidence is missed.
+    """
+    from sottovoce_lab.power import measure_power
+
+    code = measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed, out=out)
+    raise typer.Exit(code)
+
+
+@lab_app.command()
+def gallery(
+    capture: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."),
+    ] = None,
+    epsilons: Annotated[
+        str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
+    ] = "100000,10000,1000,100,1",
+    runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
+    allow_imports: AllowImports = False,
+    out: Annotated[Path | None, results_of("gallery")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
+
+    Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
+    """
+    from sottovoce.data.known import data_folders
+    from sottovoce_client import terminal
+    from sottovoce_lab.gallery import gallery as show
+    from sottovoce_lab.gallery import gallery_of
+
+    folder = folder_for("gallery", out, ["gallery.json", "gallery.html"])
+    if capture is None:
+        code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
+    else:
+        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
+    terminal.tell_file(folder / "gallery.json")
+    raise typer.Exit(code)

@@ -1,0 +1,308 @@
+"""`sottovoce lab gallery`: what an eavesdropper can make of the wire, as pictures on a page, as tables and as JSON."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import prepare
+from sottovoce.optional import get_extra
+from sottovoce.spec import parse_spec
+from sottovoce_client import terminal
+from sottovoce_client.documents import private, write_json
+from sottovoce_client.reports import heard
+from sottovoce_client.reports.drawing import FAINT, RULE, Figure, View, line, rule, thinned
+from sottovoce_client.reports.marks import PALETTE, Axis
+from sottovoce_client.reports.page import Column, Page, PageTable
+from sottovoce_client.wording import NOTHING, number, share
+from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_lab.cases import Exhibit, Gallery, Membership, Strip, exhibit, gossip, linear, memberships, network
+from sottovoce_lab.rebuild import rebuild
+
+# ---- exhibits --------------------------------------------------------------------------------------------------------
+
+SHOWN = 8
+"""Pictures in a row."""
+_LEAST_ERROR = 1e-9
+"""A mean squared error below it is rounding."""
+_GET_TORCH = get_extra("torch")
+_TITLES = {
+    "linear": "Read off a gradient",
+    "network": "Searched for in a network’s gradient",
+    "gossip": "Overheard in gossip",
+    "capture": "Rebuilt from a capture",
+}
+"""Of attacks."""
+
+
+class _Image(NamedTuple):
+    """A picture, its size in pixels of the page, and what it is of."""
+
+    data: str
+    width: int
+    height: int
+    label: str
+
+
+def gallery_page(shown: Gallery) -> Page:
+    """All attacks, and all guesses."""
+    attacked = [(each.name, each.strips, list(_rows(each.strips)), _faded_at(each.strips)) for each in shown.exhibits]
+    first = [strips[0].rebuilt for _, strips, _, _ in attacked if strips]
+    values = {
+        "source": shown.source,
+        "attacked": attacked,
+        "titles": _TITLES,
+        "total": sum(len(each.pictures) for each in first),
+        "right": round(sum(each.found * len(each.pictures) for each in first)),
+        "get_torch": _GET_TORCH,
+        "runs": shown.memberships[0].guessed.runs if shown.memberships else 0,
+    }
+    return Page("gallery.html.j2", [_guesses(shown.memberships), _roc(shown.memberships)], values)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _faded_at(strips: Sequence[Strip]) -> Strip | None:
+    """The first strip whose pictures are gone."""
+    return next((each for each in strips[1:] if each.rebuilt.found < 0.05), None)
+
+
+def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[_Image], Sequence[str]]]:
+    """The true records, and what was made of them in each transcript: a label, pictures, figures."""
+    if strips:
+        yield "the true records", _images(strips[0].rebuilt.originals, "the true records"), ("",) * 4
+    for each in strips:
+        made = each.rebuilt
+        error = number(made.error, 2) if made.error >= _LEAST_ERROR else "< 1e−9"
+        yield (
+            each.label,
+            _images(made.pictures, each.label),
+            (error, number(made.alike, 2), share(made.found), share(made.told)),
+        )
+
+
+def _images(pictures: FloatArray, label: str) -> list[_Image]:
+    """Square where the number of features is a square, else one line."""
+    side = math.isqrt(pictures.shape[1])
+    square = side * side == pictures.shape[1]
+    shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
+    return [_Image(base64.b64encode(_png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
+
+
+def _png(values: FloatArray) -> bytes:
+    """A grey PNG of values in [0, 1] (1 is black), or in [-1, 1] where some are negative; one pixel a value."""
+    ink = (values + 1.0) / 2.0 if (values < 0).any() else values
+    grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
+    return heard.png(grey)
+
+
+# ---- membership ------------------------------------------------------------------------------------------------------
+
+
+def _guesses(rows: Sequence[Membership]) -> PageTable:
+    texts = ("algorithm, decisions", "records", "seen")
+    columns = [Column(head, kind="text") for head in texts]
+    columns += [Column(head) for head in ("right guesses", "95 % interval", "ε at least", "ε claimed", "allows")]
+    cells = [
+        (
+            each.algorithm,
+            each.record,
+            each.seen,
+            share(each.guessed.rate),
+            f"{share(each.guessed.low).removesuffix(' %')}{NOTHING}{share(each.guessed.high)}",
+            number(each.guessed.bound, 3),
+            number(each.claim) if each.covered else "none",
+            share(1.0 / (1.0 + math.exp(-each.claim))) if each.covered else "100.0 %",
+        )
+        for each in rows
+    ]
+    return PageTable("guesses", "Was this record learned?", columns, cells)
+
+
+def _roc(rows: Sequence[Membership]) -> Figure:
+    """Every row's ROC, and the regions that the claims leave."""
+    title = "Guesses of membership"
+    marks = [rule([0, 1], [0, 1], "a coin", RULE, "solid")]
+    claims = sorted({round(each.claim, 6) for each in rows if each.covered})
+    for claim, dash in zip(claims, ("dot", "dash", "dashdot"), strict=False):
+        corner, most = 1.0 / (1.0 + math.exp(claim)), f"most that ε = {number(claim)} allows"
+        marks.append(rule([0, corner, 1], [0, 1 - corner, 1], most, FAINT, dash))
+    for each, colour in zip(rows, PALETTE, strict=False):
+        kept = thinned(len(each.guessed.false_alarms))
+        name = f"{each.algorithm}, ε = {number(each.claim)}: {each.record}, from {each.seen}"
+        marks.append(line(each.guessed.false_alarms[kept], each.guessed.detections[kept], name, colour))
+    axes = (Axis(what, low=0.0, high=1.005, form="share") for what in ("false alarms", "detections"))
+    return Figure("roc", title, marks if rows else (), (View("", *axes),), height=420)
+
+
+# ---- gallery ---------------------------------------------------------------------------------------------------------
+
+
+def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> int:
+    """Run every attack on simulated runs over scikit-learn's digits, print figures, write `gallery.json` and `gallery.html`.
+
+    Returns the exit code.
+
+    Args:
+        folder: where to.
+        epsilons: noise of the pictures, per record over the whole run.
+        runs: for the guesses of membership.
+        seed: of noise, coins and searches.
+        console: where to print (default: standard output).
+
+    Raises:
+        SpecError: scikit-learn, scipy or Jinja2 are not installed.
+    """
+    console = console or terminal.console()
+    with console.status("reading records off gradients"):
+        read = exhibit("linear", linear, epsilons, seed)
+    with console.status("searching for records that fit a network's gradients"):
+        searched = Exhibit("network", ())
+        if find_spec("torch") is not None:
+            searched = exhibit("network", network, epsilons, seed, rounds=1)
+    with console.status("reading records off gossip"):
+        overheard = gossip(epsilons, seed)
+    with console.status("guessing what was learned"):
+        guesses = memberships(runs, seed)
+    return _publish(Gallery((read, searched, overheard), guesses), folder, console)
+
+
+def gallery_of(
+    capture: Path,
+    folder: Path,
+    seed: int,
+    folders: Sequence[Path],
+    console: Console | None = None,
+    *,
+    allow_imports: bool = False,
+) -> int:
+    """The attack that fits a capture, on what was overheard on the wire; returns the exit code.
+
+    Args:
+        capture: its folder.
+        folder: where to.
+        seed: of searches.
+        folders: where data sets that have a name are looked for: the originals.
+        console: where to print (default: standard output).
+        allow_imports: import code that the capture's spec names.
+
+    Raises:
+        CaptureError: it cannot be read, or has no spec.
+        SpecError: no attack fits its algorithm, or what the attack needs is not installed.
+        DataError: the spec's data cannot be used.
+    """
+    console, below = console or terminal.console(), list(find_captures(open_folder(str(capture))))
+    if not below:
+        raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
+    found = below[-1]
+    if not found.facts.get("spec"):
+        raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
+    spec = parse_spec(found.facts["spec"], source=str(capture), imports=allow_imports)
+    prepared = prepare(spec, folders=folders)
+    run = prepared.run
+    if isinstance(run.algorithm, DualAveraging):
+        raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")
+    heard = found.transcript(run.field_shapes, run.spec.n_learners, run.network)
+    epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
+    label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
+    with console.status("attacking"):
+        strip = Strip(label, rebuild(run, prepared.data, heard, seed=seed))
+    where = found.place.name.rpartition("/")[2]
+    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
+    return _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _publish(shown: Gallery, folder: Path, console: Console) -> int:
+    opener = private if shown.source else None  # of a capture: they hold its learners' records
+    write_json(folder / "gallery.json", _document(shown), opener=opener)
+    _print(shown, console)
+    page = folder / "gallery.html"
+    code = terminal.attempt(str(page), lambda: gallery_page(shown).write(page, opener=opener))
+    console.out(f"{folder}: gallery.json{'' if code else ', gallery.html'}", highlight=False)
+    return code
+
+
+def _document(shown: Gallery) -> dict[str, Any]:
+    """`gallery.json`."""
+    return {
+        "source": shown.source or "simulated on scikit-learn's digits",
+        # By attack; empty: what it needs is not installed.
+        "attacks": {each.name: [_attacked(strip) for strip in each.strips] for each in shown.exhibits},
+        "membership": [
+            {
+                "algorithm": each.algorithm,  # and where its decisions come from
+                "record": each.record,
+                "seen": each.seen,  # by the guesser
+                "claim": each.claim,  # epsilon of all learners together
+                "covered": each.covered,  # whether all that is seen is part of the claim
+                "runs": each.guessed.runs,
+                "correct": each.guessed.correct,
+                "interval": (each.guessed.low, each.guessed.high),  # 95 %, of the share of right guesses
+                "epsilon_at_least": each.guessed.bound,
+            }
+            for each in shown.memberships
+        ],
+    }
+
+
+def _attacked(strip: Strip) -> dict[str, Any]:
+    """One transcript attacked."""
+    made = strip.rebuilt
+    return {
+        "protection": strip.label,
+        "records": len(made.pictures),  # rebuilt
+        "mean_squared_error": made.error,
+        "similarity": made.alike,  # 1 if equal, about 0 if unrelated
+        "recognised": made.found,  # the share that is nearest its own record
+        "recognised_among": made.pool,  # so many records
+        "told_from_one_other": made.told,  # the share; null: messages do not tell where a gradient was taken
+        "originals": np.round(made.originals[:SHOWN], 4),  # the first true records, as pictures
+        "pictures": np.round(made.pictures[:SHOWN], 4),  # what was made of them
+    }
+
+
+def _print(shown: Gallery, console: Console) -> None:
+    table = terminal.table("attack", "protection")
+    for head in ("similarity", "recognised", "told from\nanother"):
+        table.add_column(head, justify="right")
+    for each in shown.exhibits:
+        title = _TITLES[each.name]
+        for k, strip in enumerate(each.strips):
+            figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
+            table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
+        if not each.strips:
+            table.add_row(title, Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
+    console.print(table)
+    if not all(each.strips for each in shown.exhibits):
+        console.print(Text(f"The search needs PyTorch: {_GET_TORCH}"))
+    if shown.memberships:
+        console.print(_guesses_table(shown.memberships))
+
+
+def _guesses_table(rows: Sequence[Membership]) -> Table:
+    table = terminal.table("was it learned?", "records", "seen")
+    for head in ("right guesses", "ε at\nleast", "ε\nclaimed"):
+        table.add_column(head, justify="right")
+    for each in rows:
+        claim = number(each.claim) if each.covered else "none"
+        table.add_row(
+            each.algorithm, each.record, each.seen, share(each.guessed.rate), number(each.guessed.bound, 3), claim
+        )
+    return table

@@ -1,0 +1,241 @@
+"""`sottovoce lab self-test`: broken learners, caught or not, and false alarms on correct ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from sottovoce.auditing.bounds import interval
+from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
+from sottovoce.registry import load
+from sottovoce_client import terminal
+from sottovoce_client.auditing.audit import index_of
+from sottovoce_client.backends import Backend, mapper_over
+from sottovoce_client.documents import write_json
+from sottovoce_client.wording import NOTHING, count
+from sottovoce_lab.catalogue import MUTANTS
+from sottovoce_lab.mutants import Mutant
+from sottovoce_lab.trial import (
+    ALGORITHMS,
+    LEVEL,
+    WATCH_LEVEL,
+    Alarms,
+    MutantOutcome,
+    added,
+    attempt,
+    base_of,
+    false_alarms,
+)
+
+_LOT = 5
+"""Audits of correct learners in one piece of work."""
+
+_Result = TypeVar("_Result")
+_Task = Callable[[], MutantOutcome | Alarms]
+
+
+def self_test(
+    prepared: Prepared | None = None,
+    *,
+    learner: str | None = None,
+    mutants: Sequence[str] = (),
+    alarms: int = _LOT,
+    runs: int | None = None,
+    backend: Backend = "processes",
+    jobs: int | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Test the auditor, and print what came of it.
+
+    Args:
+        prepared: the run to break, and to find correct; None: small runs of all algorithms.
+        learner: whose messages are audited, in that run (default: the one with the largest epsilon).
+        mutants: more of them, each `module:NAME`.
+        alarms: audits of every correct algorithm.
+        runs: of each world, at most (default: each mutant's own limit).
+        backend: what works on it, as of `mapper_over`.
+        jobs: at a time (default: one for each core).
+        seed: of coins and noise.
+        out: folder for `selftest.json`; None: none is written.
+        console: where to print (default: standard output).
+
+    Returns:
+        The exit code: 1 if a mutant was missed, or false alarms are too many to be chance, else 0.
+
+    Raises:
+        SpecError: a mutant cannot be imported, or an extra is not installed.
+    """
+    console = console or terminal.console()
+    chosen = [*MUTANTS, *map(mutant_named, mutants)]
+    work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
+    results = side_by_side(work, backend, jobs)
+    outcomes = [result for result in results if isinstance(result, MutantOutcome)]
+    lots = [result for result in results if isinstance(result, Alarms)]
+    found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
+    _print(outcomes, found, console)
+    document = _document(outcomes, found, seed)
+    terminal.tell(lambda: {"folder": out, **document})
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "selftest.json", document)
+        console.out(f"{out}: selftest.json", highlight=False)
+    return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
+
+
+def mutant_named(name: str) -> Mutant:
+    """The mutant of that name, `module:NAME`.
+
+    Raises:
+        SpecError: there is none.
+    """
+    found = load(name, "--mutant")
+    if not isinstance(found, Mutant):
+        raise SpecError(f"--mutant: {name} must be a sottovoce_lab.mutants.Mutant, got {type(found).__name__}")
+    return found
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+
+def _breaking(
+    mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
+) -> Iterator[_Task]:
+    for mutant in mutants:
+        if prepared is None:
+            yield partial(_attempt_on_base, mutant, runs, seed)
+        else:
+            own, name = index_of(prepared, learner), prepared.run.spec.algorithm.name
+            yield partial(attempt, mutant, prepared.run, prepared.data, learner=own, base=name, most=runs, seed=seed)
+
+
+def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutcome:
+    return attempt(mutant, *base_of(mutant).build(), base=mutant.base, most=runs, seed=seed)
+
+
+def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
+    for start in range(0, alarms, _LOT):
+        seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
+        if prepared is None:
+            for k, name in enumerate(ALGORITHMS):  # with the same coins, one false alarm would be several
+                yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])
+        else:
+            name, own = prepared.run.spec.algorithm.name, index_of(prepared, learner)
+            yield partial(false_alarms, prepared.run, prepared.data, seeds, name=name, learner=own)
+
+
+def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
+    return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
+
+
+def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
+    """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
+    results: list[_Result] = []
+    with terminal.bar(f"0 of {len(work)}") as say, mapper_over(backend, jobs) as over:
+        for result in over(operator.call, work):
+            results.append(result)
+            say(f"{len(results)} of {len(work)}")
+    return results
+
+
+def _too_many(found: Sequence[Alarms]) -> bool:
+    return any(each.too_many for each in found) or (bool(found) and added(found).too_many)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _print(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], console: Console) -> None:
+    broken = terminal.table("broken learner", "what is wrong", "seen by")
+    broken.add_column("runs", justify="right")
+    broken.add_column("of", justify="right", header_style="dim")
+    for outcome in outcomes:
+        broken.add_row(*_outcome_row(outcome))
+    console.print(broken)
+    if found:
+        correct = terminal.table("correct learner")
+        for head in ("audits", "refuted", "95 % interval", "watched", "alarms", "95 % interval"):
+            correct.add_column(head, justify="right")
+        for each in (*found, added(found)) if len(found) > 1 else found:
+            correct.add_row(*_alarms_row(each, each.name if each in found else "all"))
+        console.print(correct)
+    console.print(_summary(outcomes, found))
+
+
+def _outcome_row(outcome: MutantOutcome) -> tuple[Text, ...]:
+    allowed = Text(count(outcome.allowed), style="dim")
+    if outcome.unfit:
+        return (
+            Text(outcome.name, "dim"),
+            Text(f"does not fit: {outcome.unfit}", "dim"),
+            Text(NOTHING),
+            Text(NOTHING),
+            allowed,
+        )
+    if outcome.missed:
+        return Text(outcome.name, "bold red"), Text(outcome.what), Text("MISSED", "bold red"), Text(NOTHING), allowed
+    style = "green" if outcome.expected in outcome.families else "yellow"  # yellow: by another family than expected
+    seen, needed = Text(", ".join(outcome.families), style), Text(count(outcome.needed or 0), style)
+    return Text(outcome.name, style), Text(outcome.what), seen, needed, allowed
+
+
+def _alarms_row(each: Alarms, name: str) -> tuple[Text, ...]:
+    if not each.audits:
+        return Text(name, "dim"), Text("no claim", "dim")
+    style = "bold red" if each.too_many else "green"
+    cells = [Text(name, style)]
+    for trials, alarms in ((each.audits, each.refuted), (each.watched, each.alarmed)):
+        cells += [Text(count(trials)), Text(count(alarms), style), Text(_interval(alarms, trials))]
+    return tuple(cells)
+
+
+def _interval(alarms: int, trials: int) -> str:
+    low, high = interval(alarms, trials)
+    return f"{100 * low:.1f}{NOTHING}{100 * high:.1f} %"
+
+
+def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms]) -> Text:
+    fitting = [outcome for outcome in outcomes if not outcome.unfit]
+    missed = [outcome.name for outcome in fitting if outcome.missed]
+    names = f"; missed: {', '.join(missed)}" if missed else ""
+    caught = f"{len(fitting) - len(missed)} of {len(fitting)} broken learners caught{names}."
+    text = Text(caught, "bold red" if missed else "bold green")
+    if found and (total := added(found)).audits:
+        expected = f"{100 * LEVEL:g} % are expected to", f"{100 * WATCH_LEVEL:g} %"
+        said = (
+            f" {total.refuted} of {total.audits:,} audits of correct learners refuted them; at most {expected[0]}. "
+            f"{total.alarmed} of {total.watched:,} runs under watch raised an alarm; at most {expected[1]}."
+        )
+        text.append(said, "bold red" if _too_many(found) else "not bold default")
+    return text
+
+
+def _document(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], seed: int) -> dict[str, Any]:
+    """`selftest.json`: broken learners and what came of them, correct ones and false alarms about them, as the classes say."""
+    return {
+        "seed": seed,
+        # `missed`: it fits, and was not caught.
+        "broken": [{**asdict(outcome), "missed": outcome.missed} for outcome in outcomes],
+        "correct": [{**asdict(each), **_intervals(each)} for each in found],
+        "levels": {"audit": LEVEL, "watch": WATCH_LEVEL},  # of false alarms: of an audit, and of a run under watch
+    }
+
+
+def _intervals(each: Alarms) -> dict[str, Any]:
+    """95 % (Clopper and Pearson), of the shares; nothing without audits."""
+    if not each.audits:
+        return {}
+    return {
+        "refuted_interval": interval(each.refuted, each.audits),
+        "alarmed_interval": interval(each.alarmed, each.watched),
+        "too_many": each.too_many,  # hardly any correct audit, or watch, would accuse it so often
+    }

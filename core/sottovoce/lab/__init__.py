@@ -1,1 +1,0 @@
-"""The laboratory: attacks, services that are not ours, live monitoring, the auditor's own test. Nothing else needs it."""

@@ -1,1 +1,0 @@
-"""The auditor under test: broken learners, and correct ones."""

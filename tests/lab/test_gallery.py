@@ -1,0 +1,125 @@
+"""`sottovoce lab gallery`: what it shows, of simulated runs and of what crossed a real wire."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import prepare
+from sottovoce.spec import parse_spec
+from sottovoce_client.cli import app
+from sottovoce_lab import gallery
+from sottovoce_lab.gallery import SHOWN, _png, gallery_of
+from tests.services.network import network
+
+for module in ("sklearn", "scipy", "jinja2"):
+    pytest.importorskip(module, reason="the extra `audit` is not installed")
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if PyTorch were not installed."""
+    monkeypatch.setattr(gallery, "find_spec", lambda name: None)
+
+
+def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> None:
+    flags = ["--epsilons", "1,100000", "--runs", "200", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["lab", "gallery", *flags], terminal_width=100)
+    assert done.exit_code == 0, done.output
+    assert "pip install '.[torch]'" in done.output and "needs PyTorch" in done.output
+
+    document = json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))
+    linear, gossip = document["attacks"]["linear"], document["attacks"]["gossip"]
+    assert [each["protection"] for each in linear] == ["no noise", "ε = 100,000", "ε = 1"]
+    assert linear[0]["recognised"] == 1.0 and linear[0]["mean_squared_error"] < 1e-12
+    assert abs(linear[2]["similarity"]) < 0.1 and linear[2]["recognised"] < 0.05
+    assert gossip[0]["protection"] == "as published, ε = 1 for decisions" and gossip[0]["recognised"] == 1.0
+    assert gossip[-1]["recognised"] < 0.05
+    assert document["attacks"]["network"] == []
+    *covered, last = document["membership"]
+    assert all(each["epsilon_at_least"] <= each["claim"] for each in covered)
+    assert last["correct"] == last["runs"] == 200 and not last["covered"]
+
+    page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
+    assert "pip install &#39;.[torch]&#39;" in page and "proves nothing" in page
+    assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
+    rows = 4 + 4  # of two attacks: the true records, and three strips
+    assert page.count('<img src="data:image/png;base64,') == SHOWN * rows
+
+
+def test_a_picture_is_a_grey_png() -> None:
+    """1 is black, 0 is white; where numbers may be negative, 0 is grey."""
+    data = _png(np.array([[0.0, 1.0, 0.5]]))
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[16:24] == bytes([0, 0, 0, 3, 0, 0, 0, 1])
+    begin = data.index(b"IDAT") + 4
+    assert zlib.decompress(data[begin : data.index(b"IEND") - 8]) == bytes([0, 255, 0, 128])
+    signed = _png(np.array([[0.0, 1.0, -1.0]]))
+    assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
+
+
+async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> Path:
+    """The capture of a run over the network."""
+    document = {
+        "rounds": 5,
+        "learners": ["a", "b", "c"],
+        "algorithm": algorithm,
+        "loss": {"kind": "softmax", "classes": 10},
+        "decision_set": {"kind": "l2_ball", "radius": 1000.0},
+        "data": {"source": "digits"},
+        "capture": "relay",
+        "durability": "process",
+        **sections,
+    }
+    prepared = prepare(parse_spec(document, imports=True))
+    async with network(folder, prepared.run.spec.names) as up:
+        outcome = await up.run(prepared.run.spec, prepared.data)
+    assert outcome.state == "finished" and outcome.capture is not None
+    return Path(outcome.capture)
+
+
+def shown(capture: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is printed, and gallery.json."""
+    out = io.StringIO()
+    gallery_of(capture, folder, 0, (), Console(file=out, width=120))
+    return out.getvalue(), json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
+
+
+async def test_records_are_read_off_the_real_wire(tmp_path: Path) -> None:
+    step = {"kind": "power", "scale": 1.0}
+    text, document = shown(await captured(tmp_path, {"name": "d-ogd", "step": step}), tmp_path)
+    assert "nothing is promised" in text
+    (figures,) = document["attacks"]["capture"]
+    assert figures["records"] == 3 * 4 and figures["mean_squared_error"] < 1e-12 and figures["recognised"] == 1.0
+    assert "5 rounds overheard" in document["source"] and str(tmp_path) not in document["source"]
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("gallery.json", "gallery.html")}
+    assert set(modes.values()) == {0o600}  # they show records
+    assert "What this capture gives away" in (tmp_path / "gallery.html").read_text(encoding="utf-8")
+
+
+async def test_noise_on_the_real_wire_hides_pictures(tmp_path: Path) -> None:
+    text, document = shown(await captured(tmp_path, {"name": "ldp-dol", "sigma": 100.0}), tmp_path)
+    assert "claimed ε" in text
+    (figures,) = document["attacks"]["capture"]
+    assert abs(figures["similarity"]) < 0.3 and figures["recognised"] < 0.2
+
+
+async def test_one_capture_does_not_show_membership(tmp_path: Path) -> None:
+    data = {"source": "digits", "partition": "shared"}
+    capture = await captured(tmp_path, {"name": "dpsda-c", "sigma": 1.0}, data=data, loss={"kind": "logistic"})
+    with pytest.raises(SpecError, match="membership is guessed over many runs"):
+        shown(capture, tmp_path)
+
+
+def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError):
+        gallery_of(tmp_path / "none", tmp_path, 0, ())

@@ -1,0 +1,69 @@
+"""A search for the record behind a network's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
+
+from sottovoce.arrays import Batch  # noqa: E402
+from sottovoce.data import PlacedData  # noqa: E402
+from sottovoce.losses.torch import TorchLoss  # noqa: E402
+from sottovoce.noise import SeededNoise  # noqa: E402
+from sottovoce.running.run import build_run  # noqa: E402
+from sottovoce.running.simulator import simulate  # noqa: E402
+from sottovoce.running.transcript import Transcript  # noqa: E402
+from sottovoce.spec import parse_spec  # noqa: E402
+from sottovoce_lab.inversion import invert  # noqa: E402
+from sottovoce_lab.rebuild import Rebuilt, rebuild  # noqa: E402
+from tests.examples import made_up  # noqa: E402
+
+LOSS = {
+    "kind": "torch",
+    "module": "sottovoce_lab.inversion:SmoothNet",
+    "shape": [1, 8, 8],
+    "feature_bound": 4.0,
+    "clip_norm": 2.0,
+    "ridge": 0.0,
+}
+
+
+def document(noise: dict[str, Any]) -> dict[str, Any]:
+    algorithm = {"name": "pd-ogd", "step": {"kind": "power", "scale": 1.0}, "noise": noise}
+    ball = {"kind": "l2_ball", "radius": 1000.0}
+    common = {"rounds": 2, "learners": 2, "durability": "process", "data": {"intercept": False}}
+    return {**common, "algorithm": algorithm, "loss": LOSS, "decision_set": ball}
+
+
+def attacked(noise: dict[str, Any]) -> Rebuilt:
+    spec = parse_spec(document(noise), imports=True)
+    drawn = made_up(spec, 64)
+    learners = tuple(type(own)(np.abs(own.features), own.labels, own.order, own.offsets) for own in drawn.learners)
+    data = PlacedData(learners, np.abs(drawn.test_features), drawn.test_labels)
+    run = build_run(spec, 64)
+    return rebuild(run, data, Transcript.of(step.message for step in simulate(run, data, SeededNoise(0))))
+
+
+def test_the_record_and_its_label_are_found() -> None:
+    loss = parse_spec(document({"kind": "none"}), imports=True).loss
+    assert isinstance(loss, TorchLoss)
+    features, labels = loss.enforce(np.abs(np.random.default_rng(3).normal(size=(1, 64))), np.array([7.0]))
+    theta = loss.initial(loss.dim(64))
+    threads = torch.get_num_threads()
+    found = invert(loss, theta, loss.gradient_sum(theta, Batch(features, labels)), 0)
+    assert found.label == 7 and found.mismatch < 1e-6
+    np.testing.assert_allclose(found.record, features[0], atol=0.02)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_wire_without_noise_gives_pictures_away() -> None:
+    made = attacked({"kind": "none"})
+    assert made.alike > 0.99 and made.found == 1.0 and made.told == 1.0
+
+
+def test_noise_hides_pictures() -> None:
+    made = attacked({"kind": "calibrated", "epsilon": 10.0})
+    assert abs(made.alike) < 0.4 and made.error > 0.05

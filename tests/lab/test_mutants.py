@@ -1,0 +1,147 @@
+"""The auditor's own test: broken learners are broken as they say, and are caught; a correct one is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sottovoce import algorithms
+from sottovoce.auditing.plan import AuditPlan, plan_audit
+from sottovoce.errors import SpecError
+from sottovoce.noise import Draw
+from sottovoce_lab.breaking import Spoken, _overspent, forgetful, notices, times
+from sottovoce_lab.catalogue import MUTANTS
+from sottovoce_lab.mutants import Broken, Mutant, noisy
+from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms, MutantOutcome, added, attempt, false_alarms
+
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+
+
+def planned(base: str = "ldp-dol, budget") -> AuditPlan:
+    run, data = BASES[base].build()
+    return plan_audit(run, data, 0, runs=20)
+
+
+def tried(name: str, base: str | None = None) -> MutantOutcome:
+    mutant = BY_NAME[name]
+    base = base or mutant.base
+    return attempt(mutant, *(BASES.get(base) or ALGORITHMS[base]).build(), base=base)
+
+
+def test_draws_know_their_lattice() -> None:
+    noise = np.array([0.3, 0.7])
+    assert np.array_equal(Draw("laplace", "y", 0, 1.0, 0.5, (2,)).rounded(noise), [0.5, 0.5])
+    assert np.array_equal(Draw("spherical", "y", 0, 1.0, None, (2,)).rounded(noise), noise)
+
+
+# ---- caught ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize(
+    "name",
+    ["0.9 of the scale", "raw doubles", "pvp says f", "half the sensitivity", "length"],
+)
+def test_broken_learners_are_caught(name: str) -> None:
+    """By the family that should see it. The rest of them: `tests/lab/test_whole.py`."""
+    outcome = tried(name)
+    assert outcome.needed is not None and outcome.needed <= outcome.allowed and not outcome.missed
+    assert BY_NAME[name].family in outcome.families and outcome.evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "telling"),
+    [("retry", "said once more"), ("two faces", "other bytes than"), ("forgetful", "above the budget")],
+)
+def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> None:
+    outcome = tried(name)
+    assert outcome.families == (BY_NAME[name].family,) and telling in outcome.evidence
+
+
+def test_correct_messages_are_not_noticed() -> None:
+    plan = planned()
+    said = Spoken(plan)
+    assert len(said.messages) == 16 * 3 * 2
+    broken = forgetful(said)
+    stopped = [each for each in said.messages if each.round < 3]
+    assert notices(stopped, plan) == {} and len(broken) > len(stopped)
+    assert len(_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
+    assert all(each.round < 16 for each in broken) and _overspent(broken, plan)[0].startswith("learner-0")
+
+
+def test_what_breaks_nothing_is_missed() -> None:
+    """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
+    nothing = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 100)
+    run, data = BASES["dola"].build()
+    outcome = attempt(nothing, run, data, seed=3)
+    assert outcome.missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "why"),
+    [
+        ("pvp says f", "dola", "only pvp"),
+        ("dvp, twice zeta", "dola", "only dvp"),
+        ("raw doubles", "pvp", "no lattice"),
+        ("one seed", "dpcda", "one learner only"),
+        ("half the noise", "d-ogd", "draws no noise"),
+        ("summed", "dola", "more than one record"),
+        ("not clipped", "pvp", "no gradient"),
+        ("forgetful", "dola", "no privacy.budget"),
+        ("half the sensitivity", "ldp-dol", "may well hold"),
+    ],
+)
+def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> None:
+    outcome = tried(name, base)
+    assert why in outcome.unfit and not outcome.missed and outcome.needed is None
+
+
+def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
+    """In batches, every feature is in some record."""
+    base = replace(BASES["ldp-dol, epsilon 1"], batch=4)
+    assert "ever zero" in attempt(BY_NAME["length"], *base.build()).unfit
+
+
+def test_a_mutant_of_ones_own() -> None:
+    loud = Mutant("loud", "0.7 of the scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+    assert attempt(loud, *BASES["dola"].build()).families == ("conformance",)
+
+
+# ---- false alarms ----------------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_has_a_run_for_false_alarms() -> None:
+    assert set(ALGORITHMS) == set(algorithms.ALGORITHMS.built_in)
+    for name, base in ALGORITHMS.items():
+        claim = base.build()[0].guarantee(0).epsilon()
+        assert claim == pytest.approx(0.3, rel=0.1) or (name in {"admm", "d-ogd", "d-ftgl"} and claim == np.inf)
+
+
+def test_false_alarms_are_counted() -> None:
+    """At these seeds there are none; one with other seeds would be no fault."""
+    found = false_alarms(*ALGORITHMS["dola"].build(), [1, 2], name="dola")
+    assert found == Alarms("dola", 0, 2, 0, 8) and not found.too_many
+    assert false_alarms(*ALGORITHMS["d-ogd"].build(), [1], name="d-ogd") == Alarms("d-ogd", 0, 0, 0, 0)
+
+
+def test_too_many_false_alarms_are_no_chance() -> None:
+    few, many = Alarms("x", 5, 20, 0, 80), Alarms("x", 6, 20, 0, 80)  # chances 0.0026 and 0.00033
+    assert not few.too_many and many.too_many
+    assert not replace(few, alarmed=1).too_many and replace(few, alarmed=3).too_many  # 0.077 and 0.00008
+    both = added([replace(few, families=("black box",)), replace(many, families=("conformance",))])
+    assert both == Alarms("x", 11, 40, 0, 160, ("black box", "conformance"))
+
+
+def test_nobody_hears_the_learner_twice() -> None:
+    """On a path of two there is one neighbour only, and nobody to tell something else."""
+    base = replace(BASES["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
+    assert "only one learner hears" in attempt(BY_NAME["two faces"], *base.build()).unfit
+
+
+def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
+    base = replace(BASES["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
+    plan = plan_audit(*base.build(), 0, runs=20)
+    with pytest.raises(SpecError, match="whole run"):
+        forgetful(Spoken(plan))

@@ -1,0 +1,204 @@
+"""`sottovoce lab power`: a table of what is found with how many runs, and the page of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sottovoce_lab import power
+from sottovoce_lab.breaking import each_run
+from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
+from sottovoce_lab.broken_services import FOREIGN, measure_foreign, measure_on_network
+from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_lab.measuring import ENOUGH, LADDER, Power, Served, measure, served
+from sottovoce_lab.mutants import Broken, Mutant
+
+BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
+RUNNING = {broken.name: broken for broken in ON_NETWORK}
+TAPPED = {broken.name: broken for broken in BY_WIRETAP}
+CALLED = {broken.name: broken for broken in FOREIGN}
+SERVICES = {
+    "## On real services": set(RUNNING),
+    "## By wiretap": set(TAPPED),
+    "## Foreign services": set(CALLED),
+}
+FAINT = Mutant("faint", "all but well", lambda plan: Broken(), "conformance", 20, base="dola", limit=each_run(1e-3))
+"""As if it were one of somebody's own; nothing is wrong, and no more than that is said to be."""
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def without_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "FOREIGN", ())
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], **more: object) -> tuple[int, str]:
+    monkeypatch.setattr(power, "CATALOGUE", [BY_NAME[name] for name in names])
+    without_services(monkeypatch)
+    console = Console(file=io.StringIO(), width=140)
+    code = power.measure_power(jobs=1, audits=2, runs=10, console=console, **more)  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue()
+
+
+def test_what_is_found_is_told_with_how_many_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, text = measured(monkeypatch, ["raw doubles", "retry"], out=tmp_path / "new")
+    rows = [line.split() for line in text.splitlines()]
+    assert code == 0 and "2 of 2 broken learners found" in text
+    assert any(row[-4:] == ["lattice", "5", "<", "1"] or row[-5:] == ["lattice", "5", "<", "1", "1"] for row in rows)
+    assert any(row[-4:] == ["notices", "1", "–", "–"] for row in rows)
+    document = json.loads((tmp_path / "new" / "power.json").read_text(encoding="utf-8"))
+    assert [each["needed"] for each in document["found"]] == [5, 1]
+    made = (tmp_path / "new" / "power.md").read_text(encoding="utf-8")
+    assert (
+        "## Lattice and low bits" in made
+        and "| retry | a round said again, fresh noise | notices | 1 | – | – |" in made
+    )
+
+
+def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At this seed it is no false alarm; one has probability 1 %."""
+    code, text = measured(monkeypatch, [], mutants=["tests.lab.test_power_page:FAINT"])
+    assert code == 0 and "> 10" in text and "0 of 1 broken learners found; the others give too little evidence" in text
+
+
+def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Power("lost", "", None, "dola", 2, limit=10.0)
+    assert lost.missed(int(10 * ENOUGH)) and not lost.missed(int(10 * ENOUGH) - 1)
+    monkeypatch.setattr(power, "measure", lambda mutant, **more: lost)
+    monkeypatch.setattr(power, "CATALOGUE", [FAINT])
+    without_services(monkeypatch)
+    console = Console(file=io.StringIO(), width=140)
+    assert power.measure_power(jobs=1, console=console) == 1
+    assert isinstance(console.file, io.StringIO) and "missed: lost" in console.file.getvalue()
+
+
+@pytest.mark.statistics
+def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
+    """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
+    found = measure(BY_NAME["0.97 of the scale"], audits=2, most=100)
+    assert found.needed in {10, 20, 50} and found.found_by == "marginal" and found.limit is not None
+    assert found.limit == pytest.approx(6.53, rel=0.01) and found.needed in LADDER
+
+
+def rows_below(lines: Sequence[str], heading: str) -> list[str]:
+    """Of the table below a heading, without its head."""
+    after = lines[lines.index(heading) + 1 :]
+    own = takewhile(lambda line: not line.startswith("## "), after)
+    return [line for line in own if line.startswith("| ")][1:]
+
+
+def test_the_page_tells_of_the_catalogue() -> None:
+    """As the command made it: at least 60 breaks in ten classes, and services in tables of their own, none of which is gone."""
+    lines = (DOCS / "power.md").read_text(encoding="utf-8").splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    told = {
+        heading: {row.split(" | ")[0].removeprefix("| ") for row in rows_below(lines, heading)} for heading in headings
+    }
+    for heading, services in SERVICES.items():
+        assert told.pop(heading, set()) <= services
+    rows = set().union(*told.values())
+    assert rows <= set(BY_NAME) and len(rows) >= 60
+    assert len(told) == 10
+
+
+# ---- services --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real service, called through real relays. By construction the correct one is accused with probability at most 0.01."""
+    monkeypatch.setattr(power, "CATALOGUE", [BY_NAME["retry"]])
+    monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "FOREIGN", [CALLED["six digits"], CALLED["no noise"]])
+    monkeypatch.setattr(power, "measure_foreign", partial(measure_foreign, audits=1))
+    console = Console(file=io.StringIO(), width=140)
+    assert power.measure_power(jobs=1, audits=2, runs=24, out=tmp_path, console=console) == 0
+    lines = (tmp_path / "power.md").read_text(encoding="utf-8").splitlines()
+    assert lines.count("| broken service | what is wrong | found by | runs | audits |") == 1
+    assert "## On real services" not in lines
+    assert rows_below(lines, "## Foreign services") == [
+        "| six digits | nothing: answers are rounded | – | never | 0 of 1 |",
+        "| no noise | the gradient and its loss as they are | values of gradient | 24 | 1 of 1 |",
+    ]
+    document = json.loads((tmp_path / "power.json").read_text(encoding="utf-8"))
+    assert [each["needed"] for each in document["services"]] == [None, 24]
+    assert isinstance(console.file, io.StringIO)
+    text = " ".join(console.file.getvalue().split())
+    assert "1 of 1 broken services; 0 of 1 audits accuse correct ones" in text
+
+
+def test_what_a_foreign_service_says_again_is_found() -> None:
+    found = measure_foreign(CALLED["said again"], rungs=(24,), audits=1)
+    assert (found.needed, found.found_by) == (24, "said again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "found_by"),
+    [("half the noise", {"marginal", "dependence"}), ("metadata", {"worlds"}), ("status", {"worlds"})],
+)
+def test_a_broken_learner_is_found_on_real_services(name: str, found_by: set[str]) -> None:
+    """Half the noise gives 0.19 nats a number, of which 24 runs of each world have 2,304; the rest tells a record every time."""
+    found = measure_on_network(RUNNING[name], rungs=(24,), audits=1)
+    assert found.needed == 24 and found.found_by in found_by and not found.missed
+
+
+@pytest.mark.slow
+def test_a_correct_learner_is_not_accused_on_real_services() -> None:
+    """By construction with probability at most 0.01."""
+    found = measure_on_network(RUNNING["correct"], rungs=(24,), audits=1)
+    assert (found.correct, found.found, found.audits, found.missed) == (True, 0, 1, False)
+
+
+def test_only_the_first_of_each_kind_are_correct() -> None:
+    assert [each.name for each in ON_NETWORK if each.correct] == ["correct"]
+    assert [each.name for each in FOREIGN if each.correct] == ["correct", "six digits"]
+    assert len(RUNNING) == len(ON_NETWORK) and len(CALLED) == len(FOREIGN)
+
+
+def blank(*, correct: bool) -> Served:
+    return Served("some", "", "foreign services", correct, most=48, audits=5)
+
+
+def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it() -> None:
+    held = list[tuple[int, int]]()
+
+    def found_by(runs: int, seed: int) -> str:
+        held.append((runs, seed))
+        return "sizes" if runs >= 48 else ""
+
+    found = served(blank(correct=False), found_by, (24, 48, 100), seed=7)
+    assert (found.needed, found.found_by, found.found, found.missed) == (48, "sizes", 5, False)
+    assert held == [(24, 7), *((48, 7 + k) for k in range(5))]
+    assert served(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).missed
+
+
+@pytest.mark.parametrize(("accused", "missed"), [(0, False), (1, False), (2, True)])
+def test_a_correct_service_is_audited_with_all_runs_and_may_hardly_be_accused(accused: int, missed: bool) -> None:
+    """At 99 %, two of five audits accuse it with probability 0.001; two of ten with 0.004, three with 0.0001."""
+    found = served(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
+    assert (found.needed, found.found, found.audits, found.missed) == (None, accused, 5, missed)
+
+
+def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    accused = replace(blank(correct=True), found=5, found_by="sizes")
+    monkeypatch.setattr(power, "CATALOGUE", [])
+    monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
+    monkeypatch.setattr(power, "FOREIGN", [CALLED["correct"]])
+    monkeypatch.setattr(power, "measure_foreign", lambda broken, **more: accused)
+    console = Console(file=io.StringIO(), width=140)
+    assert power.measure_power(jobs=1, console=console) == 1
+    assert isinstance(console.file, io.StringIO) and "missed: some (foreign services)" in console.file.getvalue()

@@ -1,0 +1,88 @@
+"""`sottovoce lab self-test`: what it prints, writes and refuses, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
+from sottovoce_client import terminal
+from sottovoce_lab import selftest
+from sottovoce_lab.catalogue import MUTANTS
+from sottovoce_lab.mutants import Broken, Mutant
+from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms
+
+NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
+"""As if it were one of somebody's own."""
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two mutants, and three correct algorithms."""
+    chosen = [mutant for mutant in MUTANTS if mutant.name in {"summed", "retry"}]
+    monkeypatch.setattr(selftest, "MUTANTS", chosen)
+    monkeypatch.setattr(selftest, "ALGORITHMS", {name: ALGORITHMS[name] for name in ("dola", "pd-ftgl", "admm")})
+
+
+def outcome_of(**more: object) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=100)
+    code = selftest.self_test(jobs=1, console=console, **{"alarms": 1, **more})  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue()
+
+
+def test_broken_and_correct_learners_are_told_apart(tmp_path: Path) -> None:
+    code, text = outcome_of(out=tmp_path / "new")
+    *tables, last = text.splitlines()
+    assert code == 0 and max(map(len, tables)) <= 100 and last.endswith("selftest.json")
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
+    assert rows["summed"][-5:] == ["conformance,", "black", "box", "20", "20"]
+    assert rows["retry"][-3:] == ["notices", "1", "1"]
+    assert rows["dola"][1:3] == ["1", "0"] and rows["admm"] == ["admm", "no", "claim"]
+    assert rows["all"][1:3] == ["2", "0"] and "8" in rows["all"]
+    assert "2 of 2 broken learners caught. 0 of 2 audits of correct learners refuted them" in " ".join(text.split())
+    document = json.loads((tmp_path / "new" / "selftest.json").read_text(encoding="utf-8"))
+    assert [each["needed"] for each in document["broken"]] == [20, 1] and not document["broken"][0]["missed"]
+    assert {each["name"]: each["audits"] for each in document["correct"]} == {"dola": 1, "pd-ftgl": 1, "admm": 0}
+
+
+def test_a_mutant_that_is_missed_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.json_apart():
+        code, text = outcome_of(mutants=["tests.lab.test_selftest:NOTHING_WRONG"], alarms=0)
+    told = json.loads(capsys.readouterr().out)
+    assert told["folder"] is None and [each["missed"] for each in told["broken"]] == [False, False, True]
+    assert code == 1 and "MISSED" in text and "2 of 3 broken learners caught; missed: nothing." in text
+
+
+def test_false_alarms_that_are_no_chance_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "_alarms_of", lambda name, seeds: Alarms(name, 4, len(seeds), 0, 4 * len(seeds)))
+    code, text = outcome_of(alarms=5)
+    assert code == 1 and "12 of 15 audits of correct learners refuted them" in " ".join(text.split())
+
+
+def test_a_run_of_ones_own_is_broken() -> None:
+    """What does not fit it is listed, and is no failure."""
+    prepared = Prepared(*BASES["dola"].build())
+    code, text = outcome_of(prepared=prepared, learner="learner-1")
+    assert code == 0 and "does not fit: no round brings more than one record" in " ".join(text.split())
+    assert "1 of 1 broken learners caught." in text and "pd-ftgl" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("nowhere:X", "cannot import"), ("json", "cannot import"), ("json:loads", "must be a sottovoce")],
+)
+def test_a_mutant_must_be_one(name: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        selftest.mutant_named(name)
+
+
+def test_a_base_must_be_known() -> None:
+    assert "ldp-dol" in BASES
+    with pytest.raises(SpecError, match="base must be one of"):
+        selftest._attempt_on_base(Mutant("x", "", lambda plan: Broken(), "ledger", 20, base="none"), None, 0)
