@@ -26,8 +26,7 @@ from sottovoce.errors import DataError, SottovoceError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import count
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.repair import verify
+from sottovoce_learner.storage.verify import Ledger, verify
 from sottovoce_rpc.access import NOT_BELIEVED
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials

@@ -13,9 +13,9 @@ import structlog
 from sottovoce.errors import NotReady, SottovoceError, StrangerError, Unavailable
 from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.nearby import NearStream
 from sottovoce_learner.session import Session
+from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc import principals
 from sottovoce_rpc.access import StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor

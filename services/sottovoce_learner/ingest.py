@@ -11,7 +11,7 @@ from sottovoce_learner.lifecycle import Lifecycle
 from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.role import Role
 from sottovoce_learner.room import Room
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.storage.store import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024

@@ -6,27 +6,86 @@ same state, to the last bit. A step is taken when it counts: a message when it i
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message
-from sottovoce.arrays import Batch
+import numpy as np
+
+from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
+from sottovoce.arrays import Batch, FloatArray, as_floats
 from sottovoce.errors import DataError
 from sottovoce.network.roster import Attendance
+from sottovoce.noise import Draw, Noise
 from sottovoce.running.away import go_on_alone
 from sottovoce.running.run import Run
-from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
-from sottovoce_learner.hidden import hides_noise
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.signing import Own
-from sottovoce_learner.snapshots import Image
+from sottovoce_learner.storage.snapshot import Image
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.signatures import digest
 
 ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+
+
+def _hides_noise(algorithm: Algorithm[object]) -> bool:
+    """Whether the messages of this run do not tell the state that said them."""
+    return isinstance(algorithm, WithHiddenNoise) and algorithm.hides_noise
+
+
+class Kept:
+    """Passes the noise of one round on, and keeps it.
+
+    Args:
+        source: where it comes from.
+    """
+
+    def __init__(self, source: Noise) -> None:
+        self._source = source
+        self._drawn: list[FloatArray] = []
+
+    def __call__(self, draw: Draw) -> FloatArray:
+        noise = self._source(draw)
+        self._drawn.append(noise)
+        return noise
+
+    @property
+    def drawn(self) -> bytes:
+        """All of it so far, in order."""
+        return b"".join(noise.tobytes() for noise in self._drawn)
+
+
+class DrawnAgain:
+    """The noise of one round, as it was drawn.
+
+    Args:
+        drawn: what was kept.
+
+    Attributes:
+        left: what is not yet drawn of it.
+    """
+
+    def __init__(self, drawn: bytes) -> None:
+        self.left = as_floats(np.frombuffer(drawn))
+
+    def __call__(self, draw: Draw) -> FloatArray:
+        """The next numbers.
+
+        Raises:
+            DataError: there are not so many.
+        """
+        count = math.prod(draw.shape)
+        if count > len(self.left):
+            left = len(self.left)
+            raise DataError(
+                f"a round needs {count} more numbers of noise, and its entry has {left}: another version wrote it"
+            )
+        noise, self.left = self.left[:count].reshape(draw.shape), self.left[count:]
+        return noise
 
 
 class Memory:
@@ -58,7 +117,7 @@ class Memory:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
         self.algorithm, self._loss, self._clipping = run.algorithm, run.loss, run.clipping
         self._judges, self._late = run.spec.telemetry.accuracy, run.late
-        self.hidden = hides_noise(run.algorithm)
+        self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
         self.frames: deque[tuple[int, bytes]] = deque(maxlen=keep)

@@ -9,10 +9,10 @@ from pathlib import Path
 from sottovoce.errors import NotReady, RemoteProtocolError
 from sottovoce.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.sharing import document_of, spec_of
-from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.state_folder import Identity
+from sottovoce_learner.storage.store import RunLog, Store, Terms
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.specs import require_run_id
 

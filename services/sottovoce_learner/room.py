@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from sottovoce.errors import NotReady
-from sottovoce_learner.log import DiskFull
+from sottovoce_learner.storage.state_folder import DiskFull
 
 log = structlog.get_logger()
 

@@ -20,16 +20,15 @@ from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
-from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.nearby import Nearby
 from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
-from sottovoce_learner.standing import Files, stand, under_way
-from sottovoce_learner.store import Claim, claim, end_run
+from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim
+from sottovoce_learner.storage.store import end_run
+from sottovoce_learner.storage.verify import Ledger, stand, under_way
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.access import Refusals

@@ -25,25 +25,24 @@ from sottovoce.noise import Noise
 from sottovoce.running.late import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
-from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.grants import Grants
 from sottovoce_learner.hearing import Hearing, Received
-from sottovoce_learner.hidden import Kept
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.ingest import Ingest
 from sottovoce_learner.intake import intake_for
 from sottovoce_learner.lifecycle import Lifecycle
 from sottovoce_learner.links import Link
-from sottovoce_learner.memory import Memory
+from sottovoce_learner.memory import Kept, Memory
 from sottovoce_learner.plan import Plan
-from sottovoce_learner.recovery import recover
 from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.room import Room
 from sottovoce_learner.sharing import digests_of, roster_of, run_of
-from sottovoce_learner.snapshots import Snapshots, named
-from sottovoce_learner.store import Terms
+from sottovoce_learner.storage.recovery import recover
+from sottovoce_learner.storage.snapshot import names_of
+from sottovoce_learner.storage.store import Snapshots, Terms
+from sottovoce_learner.storage.wal import Said
 from sottovoce_learner.telling import Telling
 from sottovoce_learner.waiting import Waits
 from sottovoce_rpc.codec import RoundCodec
@@ -124,7 +123,7 @@ class Session:
         self.memory = Memory(run, self.plan, attendance, books, self.intake, start, keep)
         self.links = {j: Link(keep) for j in sorted(self.plan.neighbours)}
         self.telling = Telling(role, attendance, self.memory.own, self.links, credentials, mirror)
-        self._snapshots = Snapshots(role.name, self._log, named(run))
+        self._snapshots = Snapshots(role.name, self._log, names_of(run))
         self._recover(run)
         self._late_s, self._used = spec.clock.hold_s, list[float]()
         last = self._heard_last() if run.late else None
@@ -146,7 +145,7 @@ class Session:
         memory, reading = self.memory, self._log.reading
         if reading is not None:
             try:
-                recover(memory, self.codec, reading, named(run))
+                recover(memory, self.codec, reading, names_of(run))
             except BaseException:
                 self._log.close()
                 raise

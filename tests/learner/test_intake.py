@@ -17,7 +17,7 @@ from sottovoce.losses.quadratic import Ridge
 from sottovoce.network.roster import Attendance
 from sottovoce_learner import intake as intaking
 from sottovoce_learner.intake import Intake, Planned
-from sottovoce_learner.packing import pack, unpack
+from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 

@@ -14,8 +14,8 @@ from sottovoce.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.roster import Attendance
 from sottovoce_learner.intake import Live, Taken, intake_for
-from sottovoce_learner.log import DiskFull
-from sottovoce_learner.packing import pack, unpack
+from sottovoce_learner.storage.snapshot import pack, unpack
+from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec

@@ -17,14 +17,13 @@ from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError
 from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_learner.hidden import Kept
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
-from sottovoce_learner.packing import pack
-from sottovoce_learner.repair import moved
+from sottovoce_learner.memory import Kept
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
-from sottovoce_learner.store import RunLog, end_run
+from sottovoce_learner.storage.snapshot import pack
+from sottovoce_learner.storage.store import RunLog, end_run
+from sottovoce_learner.storage.verify import Ledger, moved
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import ALLOWING
@@ -260,7 +259,7 @@ async def test_a_state_that_does_not_come_back_keeps_its_log(tmp_path: Path, mon
             return "something else"
 
         with monkeypatch.context() as patch:
-            patch.setattr("sottovoce_learner.snapshots.unpack", other)
+            patch.setattr("sottovoce_learner.storage.store.unpack", other)
             crew = Crew(tmp_path / str(k), spec_of(), keyed=False)
             await crew.live(range(ROUNDS))
         assert set(crew.kept(0)) == {"log"}

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
-from sottovoce_learner.bodies import Said
 from sottovoce_learner.intake import Planned
 from sottovoce_learner.links import Link, _Stream
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import folders

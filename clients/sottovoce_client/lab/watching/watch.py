@@ -30,7 +30,7 @@ from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_learner.kept import Learned, learners_in
+from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 
