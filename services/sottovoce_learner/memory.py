@@ -22,7 +22,7 @@ from sottovoce.noise import Draw, Noise
 from sottovoce.running.away import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce_learner.books import Books
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.signing import Own
 from sottovoce_learner.storage.snapshot import Image

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sottovoce.algorithms.interface import Who
 from sottovoce.errors import DataError, SottovoceError
 from sottovoce_learner.books import Books
-from sottovoce_learner.intake import Planned
+from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.links import Link
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.storage import ledger, state_folder, verify
@@ -245,7 +245,9 @@ def taken_in(
     def take(log: RunLog) -> None:
         box = _intake(intake, shape, learner, folder)
         with suppress(SottovoceError):  # what is refused changes nothing
-            box.put(record(number), lambda first: log.keep(first, record(number).SerializeToString(deterministic=True)))
+            if (new := box.prepare(record(number))) is not None:
+                log.keep(new.first, record(number).SerializeToString(deterministic=True))
+                box.add(new)
         log.settle()
 
     return _written(kind, shape, folder, take)

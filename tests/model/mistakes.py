@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
-from sottovoce_learner.intake import Planned
+from sottovoce_learner.ingest.queue import New, Planned
 from sottovoce_learner.links import Link, _Stream
 from sottovoce_learner.storage.store import RunLog
 from sottovoce_learner.storage.wal import Said
@@ -82,9 +82,9 @@ class ReceiptFirst(World):
 
 
 class _TakesAgain(Planned):
-    def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
+    def prepare(self, batch: learner_pb2.SampleBatch) -> New | None:
         self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
-        super().put(batch, keep)
+        return super().prepare(batch)
 
 
 class TakesAgain(World):

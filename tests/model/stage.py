@@ -7,7 +7,7 @@ from typing import ClassVar, TypeAlias
 
 from sottovoce_coordinator.fencing import Membership
 from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.intake import Planned
+from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.links import Link
 from sottovoce_learner.storage import store
 from sottovoce_learner.storage.store import RunLog

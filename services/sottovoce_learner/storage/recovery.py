@@ -18,7 +18,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce.spec import RunSpec
-from sottovoce_learner.intake import Intake, intake_for
+from sottovoce_learner.ingest.queue import Intake, intake_for
 from sottovoce_learner.memory import ANOTHER, DrawnAgain, Memory
 from sottovoce_learner.storage.snapshot import read_image
 from sottovoce_learner.storage.state_folder import KEPT, Files
