@@ -11,9 +11,9 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError, StrangerError, Unavailable
-from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.nearby import NearStream
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.in_process import NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc import principals
@@ -129,7 +129,7 @@ class Face:
         self, session: Session, stream: Context | NearStream, caller: principals.Principal | None
     ) -> None:
         async with beside(_replacement(session)):
-            await exchange.accept(session, stream, caller)
+            await connection.accept(session, stream, caller)
 
     async def _open(self, context: Context) -> None:
         """Send what opens the answers, before anything may end them.

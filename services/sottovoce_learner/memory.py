@@ -23,8 +23,8 @@ from sottovoce.running.away import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce_learner.books import Books
 from sottovoce_learner.ingest.queue import Intake
-from sottovoce_learner.plan import Plan
-from sottovoce_learner.signing import Own
+from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.peers.signing import Own
 from sottovoce_learner.storage.snapshot import Image
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.signatures import digest

@@ -15,14 +15,14 @@ from sottovoce.network.roster import called
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
-from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
 from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
@@ -363,7 +363,7 @@ class Learner:
             return
         if opened is not None:
             opened.cancel()
-        held = exchange.keep_open(session, neighbour, self.config.credentials, self._nearby)
+        held = connection.keep_open(session, neighbour, self.config.credentials, self._nearby)
         self._opened[index] = address, self._channels.start(held, "a channel is given up")
 
     async def _run(self, session: Session) -> None:

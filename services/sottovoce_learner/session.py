@@ -28,14 +28,13 @@ from sottovoce.running.run import Run
 from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.grants import Grants
-from sottovoce_learner.hearing import Hearing, Received
-from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.ingest.group_commit import Ingest
 from sottovoce_learner.ingest.queue import intake_for
 from sottovoce_learner.lifecycle import Lifecycle
-from sottovoce_learner.links import Link
 from sottovoce_learner.memory import Kept, Memory
-from sottovoce_learner.plan import Plan
+from sottovoce_learner.peers.inbox import Hearing, Inbox, Received
+from sottovoce_learner.peers.outbox import Link, Telling
+from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.sharing import digests_of, roster_of, run_of
 from sottovoce_learner.storage.recovery import recover
@@ -43,7 +42,6 @@ from sottovoce_learner.storage.snapshot import names_of
 from sottovoce_learner.storage.state_folder import Room
 from sottovoce_learner.storage.store import Snapshots, Terms
 from sottovoce_learner.storage.wal import Said
-from sottovoce_learner.telling import Telling
 from sottovoce_learner.waiting import Waits
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials

@@ -17,8 +17,8 @@ from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError
 from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_learner.links import Link
 from sottovoce_learner.memory import Kept
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.snapshot import pack

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
 from sottovoce_learner.ingest.queue import New, Planned
-from sottovoce_learner.links import Link, _Stream
+from sottovoce_learner.peers.outbox import Link, _Stream
 from sottovoce_learner.storage.store import RunLog
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState

@@ -8,7 +8,8 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce_coordinator import captures
-from sottovoce_learner import exchange, following, mirror, waiting
+from sottovoce_learner import following, mirror, waiting
+from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc import server
 from sottovoce_rpc.misconduct import KnownBy
@@ -39,7 +40,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses before services reconnect, rejoin or report a missing neighbour: in a test, all are back in a moment."""
     monkeypatch.setattr(following, "_REJOIN_S", SOON_S)
     monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 4 * SOON_S)
-    monkeypatch.setattr(exchange, "_BACKOFF_S", (SOON_S,))
+    monkeypatch.setattr(connection, "_BACKOFF_S", (SOON_S,))
     monkeypatch.setattr(waiting, "TOLD_S", 4 * SOON_S)
     monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
     monkeypatch.setattr(captures, "_KEPT_S", 4 * SOON_S)

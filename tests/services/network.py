@@ -24,7 +24,7 @@ from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage.state_folder import Files
 from sottovoce_learner.storage.verify import look

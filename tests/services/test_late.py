@@ -19,7 +19,7 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner.links import Link
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import store
 from sottovoce_rpc.learner_status import LearnerState

@@ -21,8 +21,8 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.runs import RunBook
-from sottovoce_learner.hearing import Hearing
-from sottovoce_learner.links import Link
+from sottovoce_learner.peers.inbox import Hearing
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.misconduct import KnownBy, Misconduct

@@ -20,7 +20,7 @@ import numpy as np
 from sottovoce.errors import DataError
 from sottovoce.running.run import Run
 from sottovoce_learner.ingest.queue import Taken
-from sottovoce_learner.signing import Vouched
+from sottovoce_learner.peers.signing import Vouched
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import Reading
 

@@ -16,7 +16,7 @@ import structlog
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce.network.roster import called
 from sottovoce.running.policy import accepted
-from sottovoce_learner.nearby import Nearby, NearStream
+from sottovoce_learner.peers.in_process import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.access import give_turn_back
