@@ -179,7 +179,7 @@ class Face:
             session = self._in_run()
             if not session.role.spec.telemetry.predict:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
-            scores, labels, rounds = session.predict(from_tensor(request.features))
+            scores, labels, rounds = session.memory.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
     async def ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:

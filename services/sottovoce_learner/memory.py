@@ -1,4 +1,4 @@
-"""All that a learner remembers of a run, round by round. No network, no file, no clock.
+"""The state of a learner in a run, and the steps of a round. No network, no file, no clock.
 
 A learner that lives and one whose log is replayed after a death (`recovery.py`) take the same steps here, so both come to the
 same state, to the last bit. A step is taken when it counts: a message when it is written down, a round when it is learned.
@@ -20,13 +20,16 @@ from sottovoce.errors import DataError
 from sottovoce.network.roster import Attendance
 from sottovoce.noise import Draw, Noise
 from sottovoce.running.away import go_on_alone
+from sottovoce.running.late import USED, used_field
 from sottovoce.running.run import Run
 from sottovoce_learner.books import Books
 from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.peers.inbox import Received
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.peers.signing import Own
 from sottovoce_learner.storage.snapshot import Image
 from sottovoce_learner.storage.wal import Said
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import digest
 
 ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
@@ -101,6 +104,7 @@ class Memory:
         keep: rounds whose messages a neighbour may lack.
 
     Attributes:
+        codec: of its messages.
         hidden: whether messages do not tell the state that said them.
         said: rounds that were said.
         done: rounds that were learned, too; one less than `said` until the run is over.
@@ -115,8 +119,9 @@ class Memory:
         self, run: Run, plan: Plan, attendance: Attendance, books: Books, intake: Intake, state: Any, keep: int
     ) -> None:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
-        self.algorithm, self._loss, self._clipping = run.algorithm, run.loss, run.clipping
-        self._judges, self._late = run.spec.telemetry.accuracy, run.late
+        self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
+        self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
+        self.codec = RoundCodec(run.field_shapes)
         self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
@@ -145,6 +150,49 @@ class Memory:
         self.own.said(t, digest(frame), told)
         self.messages += len(told)
         self.said = t + 1
+
+    def formed(self, t: int, message: Message, noise: Kept) -> Said:
+        """The round's message as it goes out, and what it was made from.
+
+        Raises:
+            LocalProtocolError: it has a number that no neighbour would take.
+        """
+        if self._late:
+            message = Message({**message.fields, USED: used_field(self._used, *self.codec.shapes[USED])})
+        self.codec.require_sayable(message)
+        frame = self.codec.encode(t, self.plan.index, message)
+        return self.inputs.before(frame, noise.drawn if self.hidden else b"")
+
+    def taken_in(self, here: Mapping[int, Received]) -> tuple[HeardFromNeighbours, Batch, Said]:
+        """What the round that is due learns from: the neighbours' messages, its records, and both as they are written down."""
+        t = self.done
+        batch, used = self.intake.take(t), [here[j] for j in self.plan.heard(t)]
+        if self._late:
+            self._used = [float(each.round) for each in used]
+        inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
+        return self.hear({j: each.message for j, each in here.items()}, batch), batch, inputs
+
+    def heard_last(self) -> dict[int, tuple[int, Received]] | None:
+        """What stands for a neighbour that is late; None: no round goes on without one."""
+        if not self._late:
+            return None
+        decoded = ((frame, *self.codec.decode(frame)) for frame in self.inputs.heard)
+        return {sender: (t, Received(t, frame, message)) for frame, t, sender, message in decoded}
+
+    def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
+        """Predictions of the model in use.
+
+        Returns:
+            scores, labels: `(records,)`.
+            rounds: that the model has learned from.
+
+        Raises:
+            DataError: rows of another width.
+        """
+        if features.ndim != 2 or features.shape[1] != self.intake.n_features:
+            raise DataError(f"features must be shaped (records, {self.intake.n_features}), got {features.shape}")
+        scores = self.loss.predict(self.algorithm.decision(self.state), features)
+        return scores, self.loss.classify(scores), self.done
 
     def hear(self, messages: Mapping[int, Message], batch: Batch) -> HeardFromNeighbours:
         """What the round takes in that is learned now: messages as they were said, or clipped; its records are judged before."""
@@ -184,8 +232,8 @@ class Memory:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
         if not self._judges or batch.size == 0:
             return
-        scores = self._loss.predict(self.algorithm.decision(self.state), batch.features)
-        self.correct += int((self._loss.classify(scores) == batch.labels).sum())
+        scores = self.loss.predict(self.algorithm.decision(self.state), batch.features)
+        self.correct += int((self.loss.classify(scores) == batch.labels).sum())
         self.judged += batch.size
 
     def image(self) -> Image:

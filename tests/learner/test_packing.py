@@ -125,7 +125,8 @@ def test_records_that_wait(sizes: list[int]) -> None:
     generator = np.random.default_rng(1)
     waiting = tuple(Batch(generator.normal(size=(size, 2)), np.ones(size)) for size in sizes)
     rounds = 3 * np.arange(len(sizes))
-    again = unpack(pack(Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64)), {}), {})
+    taken = Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64), {}, 0)
+    again = unpack(pack(taken, {}), {})
     assert (again.next, again.filled, again.batches) == ({"a": 3}, 7, 4)
     assert (again.rounds.tolist(), again.sizes.tolist()) == (rounds.tolist(), sizes)
     for name in ("features", "labels"):

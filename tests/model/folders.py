@@ -358,7 +358,7 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
     )
     try:
         for entry in read(shape, learner, log).entries:
-            replay(memory, codec_of(shape), entry)
+            replay(memory, entry)
     except DataError:
         return None
     memory.pass_absence(there.end)

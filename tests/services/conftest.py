@@ -8,7 +8,7 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce_coordinator import captures
-from sottovoce_learner import following, mirror, waiting
+from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc import server
@@ -41,7 +41,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_REJOIN_S", SOON_S)
     monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 4 * SOON_S)
     monkeypatch.setattr(connection, "_BACKOFF_S", (SOON_S,))
-    monkeypatch.setattr(waiting, "TOLD_S", 4 * SOON_S)
+    monkeypatch.setattr(progress, "TOLD_S", 4 * SOON_S)
     monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
     monkeypatch.setattr(captures, "_KEPT_S", 4 * SOON_S)
     options = {**dict(server.CHANNEL_OPTIONS), **dict.fromkeys(BACKOFF, int(SOON_S * 1000))}

@@ -235,7 +235,8 @@ def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t
         await say(self, at)
         if self.role.name == who and at == t:
             for j in whom:
-                self.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE)
+                self.hearing.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE, ended=self.life.ended)
+                self.report()
 
     monkeypatch.setattr(Session, "_say", lies)
 

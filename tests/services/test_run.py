@@ -574,7 +574,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         append(own, asked, t, spent, body)
 
     monkeypatch.setattr(RunLog, "_append", appended)
-    monkeypatch.setattr("sottovoce_learner.storage.state_folder.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
     spec = spec_of()
     noise, _, last = recorded(spec, made_up(spec, batch=2), tmp_path / "noise.npz")
     with structlog.testing.capture_logs() as logs:
@@ -612,7 +612,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         allocate(file, at, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocated)
-    monkeypatch.setattr("sottovoce_learner.storage.state_folder.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ben", LearnerState.RUNNING, 5)

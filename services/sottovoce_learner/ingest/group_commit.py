@@ -12,9 +12,8 @@ from functools import partial
 
 from sottovoce.errors import NotReady
 from sottovoce_learner.ingest.queue import Intake
-from sottovoce_learner.lifecycle import Lifecycle
+from sottovoce_learner.progress import Lifecycle, Room
 from sottovoce_learner.role import Role
-from sottovoce_learner.storage.state_folder import Room
 from sottovoce_learner.storage.store import RunLog
 from sottovoce_wire.v1 import learner_pb2
 

@@ -109,7 +109,7 @@ class Intake(ABC):
     """
 
     def __init__(self, n_features: int, loss: Loss) -> None:
-        self._n_features, self._loss = n_features, loss
+        self.n_features, self._loss = n_features, loss
         self._next: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._nothing = Batch.empty(n_features)
@@ -121,7 +121,7 @@ class Intake(ABC):
     @property
     def held(self) -> int:
         """Bytes of the records that wait."""
-        return 8 * (self._n_features + 1) * self.waiting
+        return 8 * (self.n_features + 1) * self.waiting
 
     def next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
@@ -153,7 +153,7 @@ class Intake(ABC):
         if not batch.positions and batch.sequence > due:
             raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
-        check_batch(features, labels, self._n_features, self._loss)
+        check_batch(features, labels, self.n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
         old = self._known(batch, len(labels))
         position = batch.positions[-1] if batch.positions else None

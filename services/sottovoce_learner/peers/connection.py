@@ -254,6 +254,7 @@ async def _listen(session: Session, neighbour: int, stream: Any, known_by: Known
         try:
             session.hear(neighbour, payload)
         except RemoteProtocolError as error:
-            if error.rule is not None:
-                session.notice(neighbour, error.rule, known_by)
+            ended = session.life.ended
+            if error.rule is not None and session.hearing.notice(neighbour, error.rule, known_by, ended=ended):
+                session.report()
             raise

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+import structlog
+
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
 from sottovoce.network.roster import called
@@ -27,6 +29,8 @@ from sottovoce_rpc.signatures import Signed, digest, is_signature
 
 REMEMBERED = 1_024
 """Rounds of a neighbour after which it is still noticed that it says another thing of one."""
+
+log = structlog.get_logger()
 
 V = TypeVar("V")
 
@@ -152,7 +156,7 @@ class Hearing:
     """
 
     def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
-        self._role, self._codec, self._inbox, self._credentials = role, codec, inbox, credentials
+        self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
         self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
         self._misconduct = dict[int, Misconduct]()
@@ -181,7 +185,7 @@ class Hearing:
             self._unsigned.require_signed(neighbour, t)
         said = hash(payload)  # by a key of this process
         try:
-            complete = self._inbox.put(neighbour, t, sender, Received(t, payload, message))
+            complete = self.inbox.put(neighbour, t, sender, Received(t, payload, message))
         except RemoteProtocolError:
             before = self._said.get((neighbour, t % REMEMBERED))
             if sender == neighbour and before is not None and before[0] == t and before[1] != said:
@@ -214,13 +218,16 @@ class Hearing:
         """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
         return set() if self._unsigned is None else self._unsigned.owing
 
-    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> Misconduct | None:
-        """A neighbour broke a rule; returned the first time alone, for whatever it says later tells nothing new."""
-        if neighbour in self._misconduct:
-            return None
-        found = Misconduct(neighbour, self._inbox.next_round(neighbour), rule, known_by)
+    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        """A neighbour broke a rule; True the first time, as long as the run goes on: what it says later tells nothing new."""
+        self.rules_broken += 1
+        if ended or neighbour in self._misconduct:
+            return False
+        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
         self._misconduct[neighbour] = found
-        return found
+        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
+        log.warning("misconduct", learner=self._role.name, neighbour=called(self._role.spec.names, neighbour), **told)
+        return True
 
     @property
     def misconduct(self) -> tuple[Misconduct, ...]:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import grpc
 
-from sottovoce.network.roster import Attendance
+from sottovoce.network.roster import Attendance, Roster
 from sottovoce_learner.peers.signing import Own, signature_of, signatures_kept
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import Credentials
@@ -177,6 +177,7 @@ class Telling:
         links: to all neighbours.
         credentials: of the learner: with an identity it signs what it says.
         mirror: is given every frame that was said and who was told it; None: the run is not mirrored.
+        roster: who takes part in which round.
     """
 
     def __init__(
@@ -187,9 +188,15 @@ class Telling:
         links: Mapping[int, Link],
         credentials: Credentials,
         mirror: Callable[[bytes, list[int]], None] | None,
+        roster: Roster,
     ) -> None:
-        self._role, self._attendance, self._own = role, attendance, own
-        self._links, self._credentials, self._mirror = links, credentials, mirror
+        self._role, self._attendance, self._own, self.roster = role, attendance, own, roster
+        self.links, self._credentials, self._mirror = links, credentials, mirror
+
+    def met(self, t: int) -> dict[int, Link]:
+        """The links to those who are there in a round, and not lost."""
+        there, lost = self.roster.there(t), self.roster.lost_to(self._role.index, t)
+        return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
     def say(self, t: int, frame: bytes, told: Sequence[int]) -> None:
         """Hand a round's message to everybody who is told.
@@ -198,7 +205,7 @@ class Telling:
             NotReady: a signature is due, and the identity cannot sign.
         """
         for j in told:
-            self._links[j].say(t, frame)
+            self.links[j].say(t, frame)
         if self._mirror is not None:
             self._mirror(frame, list(told))
         if self._ends_block(t):
@@ -217,7 +224,7 @@ class Telling:
         """
         for t, frame in frames:
             for j in told(t):
-                self._links[j].say(t, frame)
+                self.links[j].say(t, frame)
         for block in self._own.blocks:
             t = min(BLOCK * (block + 1), said) - 1
             if self._ends_block(t):
@@ -234,11 +241,11 @@ class Telling:
 
     async def flush(self) -> None:
         """Wait until all that was said is written, or the channels are broken."""
-        await asyncio.gather(*(link.flushed() for link in self._links.values()))
+        await asyncio.gather(*(link.flushed() for link in self.links.values()))
 
     async def close(self) -> None:
         """Say nothing more to anybody."""
-        for link in self._links.values():
+        for link in self.links.values():
             await link.close()
 
     def _ends_block(self, t: int) -> bool:
@@ -253,6 +260,6 @@ class Telling:
         statement, told = self._own.statement(self._role.run_id, self._role.index, block), self._own.told(block)
         signature = signature_of(statement, self._credentials)
         for j in told:
-            self._links[j].sign(t, signature)
+            self.links[j].sign(t, signature)
         if self._mirror is not None and told:
             self._mirror(signature(), told)

@@ -23,16 +23,14 @@ from sottovoce_learner.memory import ANOTHER, DrawnAgain, Memory
 from sottovoce_learner.storage.snapshot import read_image
 from sottovoce_learner.storage.state_folder import KEPT, Files
 from sottovoce_learner.storage.wal import Entry, EntryReader, Kind, Reading, Said
-from sottovoce_rpc.codec import RoundCodec
 from sottovoce_wire.v1 import learner_pb2
 
 
-def recover(memory: Memory, codec: RoundCodec, reading: Reading, names: Mapping[str, object]) -> None:
+def recover(memory: Memory, reading: Reading, names: Mapping[str, object]) -> None:
     """Remember all that a log says.
 
     Args:
         memory: of the learner, before any step was taken.
-        codec: of the run.
         reading: what is left of the log.
         names: as for `unpack`.
 
@@ -42,10 +40,10 @@ def recover(memory: Memory, codec: RoundCodec, reading: Reading, names: Mapping[
     if (image := read_image(reading, names)) is not None:
         memory.restore(image)
     for entry in reading.uncovered:
-        replay(memory, codec, entry)
+        replay(memory, entry)
 
 
-def replay(memory: Memory, codec: RoundCodec, entry: Entry) -> None:
+def replay(memory: Memory, entry: Entry) -> None:
     """The next entry of a log.
 
     Raises:
@@ -57,18 +55,18 @@ def replay(memory: Memory, codec: RoundCodec, entry: Entry) -> None:
         said = Said.decode(entry.body)
         memory.pass_absence(entry.round)
         if entry.round > memory.done:
-            _learn(memory, codec, entry, said)
+            _learn(memory, entry, said)
         if entry.kind is Kind.ROUND:
-            _say(memory, codec, entry, said)
+            _say(memory, entry, said)
 
 
 def _take_in(intake: Intake, entry: Entry) -> None:
     intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
 
 
-def _say(memory: Memory, codec: RoundCodec, entry: Entry, said: Said) -> None:
+def _say(memory: Memory, entry: Entry, said: Said) -> None:
     """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
-    t, _, message = codec.decode(said.frame)
+    t, _, message = memory.codec.decode(said.frame)
     if t != entry.round or memory.books.price(t) != entry.spent:
         raise _unlike(entry, f"round {entry.round} at epsilon {entry.spent:.6g}", f"round {t} at another price")
     memory.say(t, _having_said(memory, entry, message, said.drawn), said.frame, entry.spent)
@@ -84,9 +82,9 @@ def _having_said(memory: Memory, entry: Entry, message: Message, drawn: bytes) -
     return state
 
 
-def _learn(memory: Memory, codec: RoundCodec, entry: Entry, said: Said) -> None:
+def _learn(memory: Memory, entry: Entry, said: Said) -> None:
     t, wanted = entry.round - 1, memory.plan.heard(entry.round - 1)
-    messages = {sender: message for _, sender, message in map(codec.decode, said.heard)}
+    messages = {sender: message for _, sender, message in map(memory.codec.decode, said.heard)}
     if t != memory.done or messages.keys() != wanted.keys():
         raise _unlike(entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(wanted)} in {memory.done}")
     batch = memory.intake.take(t, said.records)

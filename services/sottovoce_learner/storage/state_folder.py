@@ -17,22 +17,15 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-import structlog
-
 from sottovoce.errors import DataError, NotReady
-
-log = structlog.get_logger()
 
 FORMAT = 1
 """Format of all files of a state folder."""
 KEPT = "kept"
-ROOM_S = 1.0
-"""Between tries to write to a disk that is full."""
 _STORE_BYTES = 16
 _PIECE = 64 * 1024 * 1024
 """Bytes of a file that are written at a time."""
@@ -84,48 +77,6 @@ class DiskFull(OSError):
 
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class Room:
-    """Room for what a learner writes of one kind.
-
-    Args:
-        learner: its name.
-        waits: what does, where there is none, in the log's words.
-        unwritten: what an error says of it.
-        pause: for so many seconds, until the next try.
-    """
-
-    def __init__(self, learner: str, waits: str, unwritten: str, pause: Callable[[float], Awaitable[None]]) -> None:
-        self._learner, self._waits, self._unwritten, self._pause = learner, waits, unwritten, pause
-        self.lacking = False
-        """Something waits for it."""
-
-    async def written(self, t: int, write: Callable[[], None]) -> None:
-        """Write; where there is no room, the same again, until there is.
-
-        Args:
-            t: the round that the learner is in.
-            write: what is to be done; whole or not at all.
-
-        Raises:
-            NotReady: it cannot be written.
-        """
-        try:
-            while True:
-                try:
-                    write()
-                except DiskFull:
-                    if not self.lacking:
-                        log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
-                    self.lacking = True
-                    await self._pause(ROOM_S)
-                except OSError as error:
-                    raise NotReady(f"{self._unwritten}: {error.strerror}") from None
-                else:
-                    return
-        finally:
-            self.lacking = False
 
 
 class Held:
