@@ -11,10 +11,9 @@ from sottovoce.algorithms.interface import Who
 from sottovoce.errors import NotReady, SpecError
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
-from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.queue import intake_for
-from sottovoce_learner.memory import Memory
+from sottovoce_learner.memory import Allowance, Books, Memory
 from sottovoce_learner.peers.inbox import Hearing, Inbox, Received
 from sottovoce_learner.peers.outbox import Link, Telling
 from sottovoce_learner.peers.plan import Plan

@@ -20,7 +20,7 @@ from sottovoce.noise import SystemNoise
 from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_learner.books import Allowance, Books
+from sottovoce_learner.memory import Allowance, Books
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerLine

@@ -393,7 +393,7 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(2))
     with monkeypatch.context() as patch:
-        patch.setattr("sottovoce_learner.books.Books.price", lambda books, t: 1e-9)
+        patch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 1e-9)
         with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
             crew.born(0)
     assert crew.born(0).status.rounds_said == 2

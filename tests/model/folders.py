@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Who
 from sottovoce.errors import DataError, SottovoceError
-from sottovoce_learner.books import Books
 from sottovoce_learner.ingest.queue import Planned
-from sottovoce_learner.memory import Memory
+from sottovoce_learner.memory import Books, Memory
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import ledger, state_folder, verify
 from sottovoce_learner.storage.ledger import LedgerLine, Mark, MarkFile

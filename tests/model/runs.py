@@ -21,7 +21,7 @@ from sottovoce.network.roster import Attendance
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
-from sottovoce_learner.books import Books
+from sottovoce_learner.memory import Books
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
