@@ -1,4 +1,4 @@
-"""A learner process: it follows its coordinator from run to run, and serves whoever may ask it something (`face.py`)."""
+"""A learner process: it follows its coordinator from run to run, and serves whoever may ask it something (`servicer.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
-from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
 from sottovoce_learner.metrics import CATALOGUE, readings
@@ -24,6 +23,7 @@ from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.role import Role, role_of
+from sottovoce_learner.servicer import NAME, Face
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
 from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim

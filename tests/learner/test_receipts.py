@@ -18,10 +18,10 @@ from sottovoce.errors import NotReady
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.face import Face
 from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.ingest.group_commit import Receipts
 from sottovoce_learner.role import Role
+from sottovoce_learner.servicer import Face
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
