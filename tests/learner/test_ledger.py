@@ -82,7 +82,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.books import Books, Allowance
+from sottovoce_learner.memory import Books, Allowance
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):

@@ -125,5 +125,5 @@ async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
 async def test_what_takes_long_is_computed_beside_the_loop(tmp_path: Path) -> None:
     one: Any = session(tmp_path)
     assert await one._computed(threading.get_ident) == threading.get_ident()
-    one.loss = SimpleNamespace(heavy=True)
+    one.memory.loss = SimpleNamespace(heavy=True)
     assert await one._computed(threading.get_ident) != threading.get_ident()

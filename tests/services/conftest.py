@@ -10,7 +10,7 @@ from sottovoce.errors import Rule
 from sottovoce_coordinator import captures
 from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
-from sottovoce_learner.session import Session
+from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_rpc import server
 from sottovoce_rpc.misconduct import KnownBy
 
@@ -24,13 +24,13 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.node.get_closest_marker("misbehaves"):
         yield
         return
-    notice, noticed = Session.notice, []
+    notice, noticed = Hearing.notice, []
 
-    def noted(session: Session, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        noticed.append((session.role.name, neighbour, rule))
-        notice(session, neighbour, rule, known_by)
+    def noted(hearing: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        noticed.append((hearing._role.name, neighbour, rule))
+        return notice(hearing, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Session, "notice", noted)
+    monkeypatch.setattr(Hearing, "notice", noted)
     yield
     assert noticed == []
 

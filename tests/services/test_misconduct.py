@@ -44,14 +44,14 @@ SOON = {"window": 8, "deadline_s": 10.0}
 
 def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once somebody was noticed, learners wait for less than that."""
-    notice = Session.notice
+    notice = Hearing.notice
 
-    def first(self: Session, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        monkeypatch.setattr(Session, "notice", notice)
+    def first(self: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        monkeypatch.setattr(Hearing, "notice", notice)
         given_up_soon(monkeypatch)
-        notice(self, neighbour, rule, known_by)
+        return notice(self, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Session, "notice", first)
+    monkeypatch.setattr(Hearing, "notice", first)
 
 
 Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
