@@ -343,7 +343,7 @@ class Recovered:
 
 @cache
 def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
-    """A learner that is started again (`Session._recover`); None: its log does not fit the spec."""
+    """A learner that is started again (`parts._recover`); None: its log does not fit the spec."""
     run, there = run_of(shape), attendance(shape, learner)
     new = link(reach(shape, learner).keep)
     memory = Memory(

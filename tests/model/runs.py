@@ -115,7 +115,7 @@ def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
 
 @cache
 def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
-    """Whom a learner that begins in a round is connected with first (`Session.met`)."""
+    """Whom a learner that begins in a round is connected with first (`Telling.met`)."""
     return (there(shape, t) - run_of(shape).spec.roster.lost_to(learner, t)) & {*neighbours(shape, learner)}
 
 
