@@ -28,8 +28,7 @@ from sottovoce_client import terminal
 from sottovoce_client.feeding.broker import feeds
 from sottovoce_client.feeding.sinks import HTTP
 from sottovoce_client.wording import count
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.repair import verify
+from sottovoce_learner.storage.verify import Ledger, verify
 from sottovoce_rpc.access import NOT_BELIEVED
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials

@@ -23,9 +23,9 @@ from sottovoce.noise import Noise, SeededNoise
 from sottovoce_lab.breaking import Altered
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.face import Context, Face
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
+from sottovoce_learner.servicer import Context, Face
 from sottovoce_rpc import directives
 from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_tensor

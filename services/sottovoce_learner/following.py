@@ -16,8 +16,8 @@ import structlog
 from sottovoce.errors import NotReady, RemoteProtocolError, Unavailable
 from sottovoce.running.policy import accepted
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.identity import Identity
 from sottovoce_learner.session import Session
+from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
 from sottovoce_rpc.early import if_long

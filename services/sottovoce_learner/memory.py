@@ -1,4 +1,4 @@
-"""All that a learner remembers of a run, round by round. No network, no file, no clock.
+"""The state of a learner in a run, and the steps of a round. No network, no file, no clock.
 
 A learner that lives and one whose log is replayed after a death (`recovery.py`) take the same steps here, so both come to the
 same state, to the last bit. A step is taken when it counts: a message when it is written down, a round when it is learned.
@@ -6,27 +6,173 @@ same state, to the last bit. A step is taken when it counts: a message when it i
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message
-from sottovoce.arrays import Batch
-from sottovoce.errors import DataError
+import numpy as np
+
+from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
+from sottovoce.arrays import Batch, FloatArray, as_floats
+from sottovoce.errors import BudgetExhausted, DataError
 from sottovoce.network.roster import Attendance
-from sottovoce.running.participation import go_on_alone
-from sottovoce.running.run import Run
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.books import Books
-from sottovoce_learner.hidden import hides_noise
-from sottovoce_learner.intake import Intake
-from sottovoce_learner.plan import Plan
-from sottovoce_learner.signing import Own
-from sottovoce_learner.snapshots import Image
+from sottovoce.noise import Draw, Noise
+from sottovoce.privacy.accountant import Accountant
+from sottovoce.running.participation import USED, go_on_alone, used_field
+from sottovoce.running.policy import DAYS
+from sottovoce.running.run import Run, format_above
+from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.peers.inbox import Received
+from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.peers.signing import Own
+from sottovoce_learner.storage.snapshot import Image
+from sottovoce_learner.storage.wal import Said
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import digest
 
 ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+
+
+# ---- noise that no message shows: written down with the message, and drawn from there after a death -------------------
+
+
+def _hides_noise(algorithm: Algorithm[object]) -> bool:
+    """Whether the messages of this run do not tell the state that said them."""
+    return isinstance(algorithm, WithHiddenNoise) and algorithm.hides_noise
+
+
+class Kept:
+    """Passes the noise of one round on, and keeps it.
+
+    Args:
+        source: where it comes from.
+    """
+
+    def __init__(self, source: Noise) -> None:
+        self._source = source
+        self._drawn: list[FloatArray] = []
+
+    def __call__(self, draw: Draw) -> FloatArray:
+        noise = self._source(draw)
+        self._drawn.append(noise)
+        return noise
+
+    @property
+    def drawn(self) -> bytes:
+        """All of it so far, in order."""
+        return b"".join(noise.tobytes() for noise in self._drawn)
+
+
+class DrawnAgain:
+    """The noise of one round, as it was drawn.
+
+    Args:
+        drawn: what was kept.
+
+    Attributes:
+        left: what is not yet drawn of it.
+    """
+
+    def __init__(self, drawn: bytes) -> None:
+        self.left = as_floats(np.frombuffer(drawn))
+
+    def __call__(self, draw: Draw) -> FloatArray:
+        """The next numbers.
+
+        Raises:
+            DataError: there are not so many.
+        """
+        count = math.prod(draw.shape)
+        if count > len(self.left):
+            left = len(self.left)
+            raise DataError(
+                f"a round needs {count} more numbers of noise, and its entry has {left}: another version wrote it"
+            )
+        noise, self.left = self.left[:count].reshape(draw.shape), self.left[count:]
+        return noise
+
+
+# ---- spending --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a learner's owner allows, and what other runs have spent of it.
+
+    Attributes:
+        per_run: epsilon of one run; None: no limit, here and below.
+        per_month: of all runs of a month together.
+        in_all: of all runs together.
+        lately: spent in other runs of the last month.
+        elsewhere: spent in all other runs.
+    """
+
+    per_run: float | None = None
+    per_month: float | None = None
+    in_all: float | None = None
+    lately: float = 0.0
+    elsewhere: float = 0.0
+
+
+_NO_LIMITS = Allowance()
+
+
+class Books:
+    """Spending of one learner.
+
+    Args:
+        accountant: meters the algorithm.
+        budget: epsilon that must not be exceeded in this run, as its spec says; None for no limit.
+        allowance: its owner's.
+    """
+
+    def __init__(self, accountant: Accountant, budget: float | None, allowance: Allowance = _NO_LIMITS) -> None:
+        self._accountant, self.allowance = accountant, allowance
+        allowed = "what this learner's owner allows"
+        self._limits = (
+            ("spent epsilon", 0.0, budget, "the budget of"),
+            ("epsilon spent in this run", 0.0, allowance.per_run, f"{allowed} in one,"),
+            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.per_month, f"{allowed} in so many,"),
+            ("epsilon spent in all runs", allowance.elsewhere, allowance.in_all, f"{allowed},"),
+        )
+        self.budget = min((each for each in (budget, allowance.per_run) if each is not None), default=None)
+        """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
+        self.spent = 0.0
+        self.counts = array("I")
+        """Records of each round that is over: all that the meter has been told."""
+
+    def price(self, t: int) -> float:
+        """Epsilon spent once the message of round t is out.
+
+        Raises:
+            BudgetExhausted: that would be more than the budget, or what it would be cannot be told.
+        """
+        loss = self._accountant.next_loss()
+        if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
+            raise BudgetExhausted(f"the price of round {t} must be at least 0, got {loss}: nothing is said without one")
+        after = self.spent + loss
+        for what, others, limit, whose in self._limits:
+            if limit is not None and not others + after <= limit:
+                raise BudgetExhausted(
+                    f"saying round {t} would bring the {what} from {others + self.spent:.6g} to "
+                    f"{format_above(others + after, limit)}, above {whose} {limit:.6g}"
+                )
+        return after
+
+    def charge(self, after: float) -> None:
+        """Book what the journal already says."""
+        self.spent = after
+
+    def round_over(self, records: int) -> None:
+        """The round brought so many records."""
+        self._accountant.advance(records)
+        self.counts.append(records)
+
+
+# ---- the steps of a round --------------------------------------------------------------------------------------------
 
 
 class Memory:
@@ -42,6 +188,7 @@ class Memory:
         keep: rounds whose messages a neighbour may lack.
 
     Attributes:
+        codec: of its messages.
         hidden: whether messages do not tell the state that said them.
         said: rounds that were said.
         done: rounds that were learned, too; one less than `said` until the run is over.
@@ -56,9 +203,10 @@ class Memory:
         self, run: Run, plan: Plan, attendance: Attendance, books: Books, intake: Intake, state: Any, keep: int
     ) -> None:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
-        self.algorithm, self._loss, self._clipping = run.algorithm, run.loss, run.clipping
-        self._judges, self._late = run.spec.telemetry.accuracy, run.late
-        self.hidden = hides_noise(run.algorithm)
+        self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
+        self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
+        self.codec = RoundCodec(run.field_shapes)
+        self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
         self.frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
@@ -86,6 +234,49 @@ class Memory:
         self.own.said(t, digest(frame), told)
         self.messages += len(told)
         self.said = t + 1
+
+    def formed(self, t: int, message: Message, noise: Kept) -> Said:
+        """The round's message as it goes out, and what it was made from.
+
+        Raises:
+            LocalProtocolError: it has a number that no neighbour would take.
+        """
+        if self._late:
+            message = Message({**message.fields, USED: used_field(self._used, *self.codec.shapes[USED])})
+        self.codec.require_sayable(message)
+        frame = self.codec.encode(t, self.plan.index, message)
+        return self.inputs.before(frame, noise.drawn if self.hidden else b"")
+
+    def taken_in(self, here: Mapping[int, Received]) -> tuple[HeardFromNeighbours, Batch, Said]:
+        """What the round that is due learns from: the neighbours' messages, its records, and both as they are written down."""
+        t = self.done
+        batch, used = self.intake.take(t), [here[j] for j in self.plan.heard(t)]
+        if self._late:
+            self._used = [float(each.round) for each in used]
+        inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
+        return self.hear({j: each.message for j, each in here.items()}, batch), batch, inputs
+
+    def heard_last(self) -> dict[int, tuple[int, Received]] | None:
+        """What stands for a neighbour that is late; None: no round goes on without one."""
+        if not self._late:
+            return None
+        decoded = ((frame, *self.codec.decode(frame)) for frame in self.inputs.heard)
+        return {sender: (t, Received(t, frame, message)) for frame, t, sender, message in decoded}
+
+    def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
+        """Predictions of the model in use.
+
+        Returns:
+            scores, labels: `(records,)`.
+            rounds: that the model has learned from.
+
+        Raises:
+            DataError: rows of another width.
+        """
+        if features.ndim != 2 or features.shape[1] != self.intake.n_features:
+            raise DataError(f"features must be shaped (records, {self.intake.n_features}), got {features.shape}")
+        scores = self.loss.predict(self.algorithm.decision(self.state), features)
+        return scores, self.loss.classify(scores), self.done
 
     def hear(self, messages: Mapping[int, Message], batch: Batch) -> HeardFromNeighbours:
         """What the round takes in that is learned now: messages as they were said, or clipped; its records are judged before."""
@@ -125,8 +316,8 @@ class Memory:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
         if not self._judges or batch.size == 0:
             return
-        scores = self._loss.predict(self.algorithm.decision(self.state), batch.features)
-        self.correct += int((self._loss.classify(scores) == batch.labels).sum())
+        scores = self.loss.predict(self.algorithm.decision(self.state), batch.features)
+        self.correct += int((self.loss.classify(scores) == batch.labels).sum())
         self.judged += batch.size
 
     def image(self) -> Image:

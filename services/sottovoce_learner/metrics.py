@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sottovoce_learner.books import Books
+from sottovoce_learner.memory import Books
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -93,7 +93,7 @@ def readings(
 
 
 def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror | None) -> Iterator[Reading]:
-    links = session.links.values()
+    links, met = session.links.values(), session.telling.met(session.memory.done)
     yield _MESSAGES_SAID.of(status.messages_sent, name)
     yield _BYTES_SAID.of(status.bytes_sent, name)
     yield _MESSAGES_HEARD.of(session.hearing.messages, name)
@@ -104,8 +104,8 @@ def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror 
     yield _HELD.of(session.intake.held, name)
     yield _LINKS.of(sum(link.waiting for link in links), name)
     yield _MIRROR.of(0 if mirror is None else mirror.waiting, name)
-    yield _NEIGHBOURS.of(len(session.met), name)
-    yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in session.met.values()), name)
+    yield _NEIGHBOURS.of(len(met), name)
+    yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in met.values()), name)
     yield _RECONNECTS.of(sum(max(link.streams - 1, 0) for link in links), name, "neighbour")
     yield _BROKEN.of(status.rules_broken, name)
     for rule, count in Counter(each.rule.name.lower() for each in session.hearing.misconduct).items():

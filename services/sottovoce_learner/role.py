@@ -1,18 +1,14 @@
-"""What a learner is told before a run, and the log that it opens for it."""
+"""What a learner is told before a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 
-from sottovoce.errors import NotReady, RemoteProtocolError
+from sottovoce.errors import RemoteProtocolError
 from sottovoce.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.sharing import document_of, spec_of
-from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.specs import require_run_id
 
@@ -63,36 +59,3 @@ def role_of(run_id: str, told: Assignment, own: Identity, config: LearnerConfig)
     config.policy.require_code(document_of(told.spec))
     spec = spec_of(told.spec, imports=config.allow_imports)
     return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
-
-
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What a learner has spent in other runs: in all, and in those that were charged lately."""
-
-    in_all: float
-    lately: float
-
-
-def open_log(
-    folder: Path, role: Role, terms: Terms, since: datetime, *, keep_log: bool = False
-) -> tuple[Others, RunLog]:
-    """What all other runs have cost, and the log of this one.
-
-    Args:
-        folder: the state folder.
-        role: of the learner.
-        terms: what the log is kept by.
-        since: when lately begins.
-        keep_log: whether the log is kept when the run is over.
-
-    Raises:
-        NotReady: the learner has been in another run since, or the log cannot be written.
-        DataError: something of the state folder is damaged.
-    """
-    store = Store(folder, role.name, keep_log=keep_log)
-    elsewhere, lately = store.spent(but=role.run_id), store.spent_since(since, role.run_id)
-    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
-    try:
-        return Others(elsewhere, lately), store.open_run(line, terms, elsewhere)
-    except OSError as error:
-        raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""A learner process: it follows its coordinator from run to run, and serves whoever may ask it something (`face.py`)."""
+"""A learner process: it follows its coordinator from run to run, and serves whoever may ask it something (`servicer.py`)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
 from sottovoce.text import called
-from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
-from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host
-from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.role import Role, role_of
+from sottovoce_learner.servicer import NAME, Face
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
-from sottovoce_learner.standing import Files, stand, under_way
-from sottovoce_learner.store import Claim, claim, end_run
+from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim
+from sottovoce_learner.storage.store import end_run
+from sottovoce_learner.storage.verify import Ledger, stand, under_way
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.access import Refusals
@@ -364,7 +363,7 @@ class Learner:
             return
         if opened is not None:
             opened.cancel()
-        held = exchange.keep_open(session, neighbour, self.config.credentials, self._nearby)
+        held = connection.keep_open(session, neighbour, self.config.credentials, self._nearby)
         self._opened[index] = address, self._channels.start(held, "a channel is given up")
 
     async def _run(self, session: Session) -> None:

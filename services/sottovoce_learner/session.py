@@ -10,49 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import Message, Who
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, SpecError, Unavailable
+from sottovoce.errors import BudgetExhausted, DataError, NotReady, Unavailable
 from sottovoce.noise import Noise
-from sottovoce.running.participation import USED, used_field
-from sottovoce.running.policy import DAYS, Policy
-from sottovoce.running.run import Run
+from sottovoce.running.policy import Policy
 from sottovoce.text import called, in_short
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.books import Allowance, Books
-from sottovoce_learner.config import max_message_bytes
-from sottovoce_learner.grants import Grants
-from sottovoce_learner.hearing import Hearing, Received
-from sottovoce_learner.hidden import Kept
-from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.ingest import Ingest
-from sottovoce_learner.intake import intake_for
-from sottovoce_learner.lifecycle import Lifecycle
-from sottovoce_learner.links import Link
-from sottovoce_learner.memory import Memory
-from sottovoce_learner.plan import Plan
-from sottovoce_learner.recovery import recover
-from sottovoce_learner.role import Role, open_log
-from sottovoce_learner.room import Room
-from sottovoce_learner.sharing import digests_of, roster_of, run_of
-from sottovoce_learner.snapshots import Snapshots, named
-from sottovoce_learner.store import Terms
-from sottovoce_learner.telling import Telling
-from sottovoce_learner.waiting import Waits
-from sottovoce_rpc.codec import RoundCodec
+from sottovoce_learner.ingest.group_commit import Ingest
+from sottovoce_learner.memory import Kept
+from sottovoce_learner.parts import build_parts
+from sottovoce_learner.progress import Grants, Lifecycle, Room, Waits
+from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Grant
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
-from sottovoce_rpc.misconduct import KnownBy
-from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_rpc.waiting import Cause, Waiting
 
@@ -100,64 +76,18 @@ class Session:
         keep_log: bool = False,
     ) -> None:
         self.role, self.policy, self._noise, self._private = role, policy, noise, private
-        spec, index = role.spec, role.index
-        run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None, build=run_of)
-        self.algorithm, self.loss = run.algorithm, run.loss
-        check_size(run.field_shapes)
-        self.codec = RoundCodec(run.field_shapes)
-        if self.codec.length > (most := max_message_bytes(policy)):
-            raise SpecError(
-                f"this learner takes messages of at most {most} bytes, got a run whose messages have {self.codec.length}: "
-                "its owner allows more with most_parameters in the policy"
-            )
-        start = self.algorithm.start(Who(index))
-        terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
-        since = datetime.now(UTC) - timedelta(days=DAYS)
-        others, self._log = open_log(state_folder, role, terms, since, keep_log=keep_log)
-        limits = Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, others.lately, others.in_all)
-        books = Books(self.algorithm.accountant(index), role.budget, limits)
-        self._roster = roster_of(spec)
-        attendance = self._roster.attendance(index, spec.rounds)
-        self.intake = intake_for(spec, role.n_features, attendance)
-        self.plan = Plan(run.network, index, digests_of(run), spec.names)
-        ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
-        self.memory = Memory(run, self.plan, attendance, books, self.intake, start, keep)
-        self.links = {j: Link(keep) for j in sorted(self.plan.neighbours)}
-        self.telling = Telling(role, attendance, self.memory.own, self.links, credentials, mirror)
-        self._snapshots = Snapshots(role.name, self._log, named(run))
-        self._recover(run)
-        self._late_s, self._used = spec.clock.hold_s, list[float]()
-        last = self._heard_last() if run.late else None
-        self.inbox: Inbox[Received] = Inbox(
-            self.plan.neighbours, self.plan.heard, ahead, self.memory.done, last=last, names=spec.names
-        )
-        self.hearing = Hearing(role, self.codec, self.inbox, credentials)
+        parts = build_parts(role, state_folder, mirror, policy, own_budget, credentials, keep_log=keep_log)
+        self._log, self._snapshots, self.memory = parts.run_log, parts.snapshots, parts.memory
+        self.telling, self.hearing, self.inbox = parts.telling, parts.hearing, parts.hearing.inbox
+        memory, spec = self.memory, role.spec
+        self.algorithm, self.codec, self.intake, self.plan = memory.algorithm, memory.codec, memory.intake, memory.plan
+        self.links, self._late_s = self.telling.links, spec.clock.hold_s
         self._changed, self._heard = changed or asyncio.Event(), asyncio.Event()
-        self.life, self.grants = (
-            Lifecycle(role, self._changed.set),
-            Grants(spec.clock, spec.n_learners, self._changed.set),
-        )
+        self.life = Lifecycle(role, self._changed.set)
+        self.grants = Grants(spec.clock, spec.n_learners, self._changed.set)
         self.waits = Waits(spec.clock, self._unheard, spec.names)
-        self.ingest = Ingest(role, self._log, self.intake, self.life, self.memory.done, self._fed)
+        self.ingest = Ingest(role, self._log, self.intake, self.life, memory.done, self._fed)
         self._room = Room(role.name, "the round waits", "the journal cannot be written", self._until_room)
-
-    def _recover(self, run: Run) -> None:
-        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again."""
-        memory, reading = self.memory, self._log.reading
-        if reading is not None:
-            try:
-                recover(memory, self.codec, reading, named(run))
-            except BaseException:
-                self._log.close()
-                raise
-            self._log.reading = None
-            self.telling.repeat(memory.frames, lambda t: self.plan.part(t).told, memory.said)
-        memory.pass_absence(memory.attendance.end)
-
-    def _heard_last(self) -> dict[int, tuple[int, Received]]:
-        """What stands for a neighbour that is late, by the log."""
-        decoded = ((frame, *self.codec.decode(frame)) for frame in self.memory.inputs.heard)
-        return {sender: (t, Received(t, frame, message)) for frame, t, sender, message in decoded}
 
     @property
     def status(self) -> LearnerStatus:
@@ -208,13 +138,8 @@ class Session:
             self.waits.wake()
         self._heard.set()
 
-    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        """A neighbour broke a rule: the first time is told at once, as long as the run goes on here."""
-        self.hearing.rules_broken += 1
-        if self.life.ended or (found := self.hearing.notice(neighbour, rule, known_by)) is None:
-            return
-        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
-        log.warning("misconduct", learner=self.role.name, neighbour=called(self.role.spec.names, neighbour), **told)
+    def report(self) -> None:
+        """Let the coordinator know at once what is new."""
         self._changed.set()
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
@@ -241,29 +166,7 @@ class Session:
         self.grants.fill(self.intake.filled)
         self.waits.wake()
 
-    def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
-        """What the model in use says.
-
-        Returns:
-            scores, labels: `(records,)`.
-            rounds: that the model has learned from.
-
-        Raises:
-            DataError: rows of another width.
-        """
-        if features.ndim != 2 or features.shape[1] != self.role.n_features:
-            raise DataError(f"features must be shaped (records, {self.role.n_features}), got {features.shape}")
-        scores = self.loss.predict(self.algorithm.decision(self.memory.state), features)
-        return scores, self.loss.classify(scores), self.memory.done
-
     # ---- what it waits for --------------------------------------------------------------------------------
-
-    @property
-    def met(self) -> dict[int, Link]:
-        """The links to those who are there now, and not lost."""
-        t = self.memory.done
-        there, lost = self._roster.there(t), self._roster.lost_to(self.role.index, t)
-        return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
     @property
     def waiting(self) -> Waiting | None:
@@ -275,7 +178,7 @@ class Session:
         return (
             self.inbox.missing
             if self.memory.said
-            else [j for j, link in self.met.items() if not link.attached.is_set()]
+            else [j for j, link in self.telling.met(self.memory.done).items() if not link.attached.is_set()]
         )
 
     async def _until_room(self, seconds: float) -> None:
@@ -317,7 +220,7 @@ class Session:
 
     async def _connected(self) -> None:
         self.waits.begin(0, Cause.NEIGHBOUR)
-        for link in self.met.values():
+        for link in self.telling.met(self.memory.done).values():
             try:
                 async with asyncio.timeout(self.role.spec.clock.deadline_s):
                     await link.attached.wait()
@@ -358,15 +261,11 @@ class Session:
         memory, noise = self.memory, Kept(self._noise)
         spent = memory.books.price(t)
         state, message = await self._computed(self.algorithm.speak, memory.state, noise)
-        if self._late_s is not None:
-            message = Message({**message.fields, USED: used_field(self._used, *self.codec.shapes[USED])})
-        self.codec.require_sayable(message)
-        frame = self.codec.encode(t, self.role.index, message)
-        said = memory.inputs.before(frame, noise.drawn if memory.hidden else b"")
+        said = memory.formed(t, message, noise)
         await self._journaled(partial(self._log.say, t, spent, said))
         self.ingest.receipts.now()  # the same sync was theirs
-        memory.say(t, state, frame, spent)
-        return frame
+        memory.say(t, state, said.frame, spent)
+        return said.frame
 
     async def _hear(self, t: int) -> None:
         """Wait for the neighbours' messages of the round; where it may go on without one that is late, only for a while.
@@ -391,7 +290,7 @@ class Session:
 
         When all have finished, channels are closed, and what is still on its way is cut off: here, and in a capture.
         """
-        lost = self._roster.lost_to(self.role.index, self.memory.done)
+        lost = self.telling.roster.lost_to(self.role.index, self.memory.done)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_SIGNED_S, self.role.spec.clock.deadline_s / 4)):
                 while not self.hearing.owing <= lost:
@@ -400,12 +299,8 @@ class Session:
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
-        memory, batch, here = self.memory, self.intake.take(t), self.inbox.take()
-        used = [here[j] for j in self.plan.heard(t)]
-        if self._late_s is not None:
-            self._used = [float(each.round) for each in used]
-        inputs = Said(b"", tuple(each.frame for each in used), self.intake.batches, batch.size)
-        heard = memory.hear({j: each.message for j, each in here.items()}, batch)
+        memory = self.memory
+        heard, batch, inputs = memory.taken_in(self.inbox.take())
         state = await self._computed(self.algorithm.listen, memory.state, heard, batch)
         memory.learn(state, inputs)
         if memory.done not in memory.attendance:
@@ -425,7 +320,7 @@ class Session:
 
     async def _computed(self, compute: Callable[..., T], *arguments: Any) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
-        return await asyncio.to_thread(compute, *arguments) if self.loss.heavy else compute(*arguments)
+        return await asyncio.to_thread(compute, *arguments) if self.memory.loss.heavy else compute(*arguments)
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -434,7 +329,7 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
-        own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
+        own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.memory.loss)}
         log.error("failed", learner=self.role.name, round=self.memory.done, **failure(error, own))
         little = "too little memory (docs/scale.md says what a learner keeps)"
         ours = little if isinstance(error, MemoryError) else "an internal error"

@@ -32,8 +32,9 @@ from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_o
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.standing import Files, look
+from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.verify import look
+from sottovoce_learner.storage.wal import Kind
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from sottovoce_wire.v1.learner_pb2 import SampleBatch

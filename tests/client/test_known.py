@@ -83,7 +83,8 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 2)
         session = up.learners["ann"].in_run()
-        session.notice(1, Rule.EQUIVOCATION, KnownBy.NAME)
+        assert session.hearing.notice(1, Rule.EQUIVOCATION, KnownBy.NAME, ended=False)
+        session.report()
         async for view in up.watch(session.role.run_id):
             if view.misconduct:
                 break

@@ -22,7 +22,7 @@ from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
-from sottovoce_learner.ingest import Ingest
+from sottovoce_learner.ingest.group_commit import Ingest
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec

@@ -21,8 +21,8 @@ from sottovoce.experiment import prepare
 from sottovoce.spec import RunSpec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.watching.watch import WatchRequest, watch, where
-from sottovoce_learner import log, store
-from sottovoce_learner.kept import Learned, learners_in
+from sottovoce_learner.storage import store, wal
+from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.brokers import until
@@ -239,7 +239,7 @@ def test_a_log_that_was_changed_ends_there(run: tuple[Path, str, dict[str, list[
     shutil.copytree(folder / "journals" / "kept" / f"{run_id}@ann", tmp_path / f"{run_id}@ann")
     path = tmp_path / f"{run_id}@ann" / "00000001.log"
     raw = bytearray(path.read_bytes())
-    raw[log.PAGE + 60] ^= 1
+    raw[wal.PAGE + 60] ^= 1
     path.write_bytes(raw)
     cut = Learned(tmp_path, "ann", run_id, live_spec(), 3)
     cut.look()

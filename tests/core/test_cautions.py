@@ -15,7 +15,7 @@ from sottovoce.experiment import foresee, prepare
 from sottovoce.running.run import format_above
 from sottovoce.spec import parse_spec
 from sottovoce.yaml_files import parse_yaml
-from sottovoce_learner.books import Books
+from sottovoce_learner.memory import Books
 
 
 def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:

@@ -38,7 +38,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_lab.trial import ALGORITHMS
-from sottovoce_learner.books import Books
+from sottovoce_learner.memory import Books
 from tests.claims import Times
 from tests.examples import made_up, small_spec
 

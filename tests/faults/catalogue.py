@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from sottovoce.errors import DataError
-from sottovoce_learner.log import Reading, read_log
-from sottovoce_learner.standing import Files, look, stand
+from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.verify import look, stand
+from sottovoce_learner.storage.wal import Reading, read_log
 from tests.faults.link import Link
 from tests.faults.roster import ROSTER
 from tests.faults.stage import COORDINATOR, EAVESDROPPER, NAMES, Stage

@@ -19,7 +19,7 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_client.transcripts.verify import Words, read
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role

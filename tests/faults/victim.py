@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, NoReturn
 from sottovoce.errors import Unavailable
 from sottovoce_coordinator.amending import Amender
 from sottovoce_coordinator.store import Store
+from sottovoce_coordinator.store import Store as Ledgers
 from sottovoce_eavesdropper.storage import Folder
-from sottovoce_learner.entries import Kind
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_learner.store import RunLog
-from sottovoce_learner.store import Store as Ledgers
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.wal import Kind
 
 FULL_S = 3.0
 _TRANSPORT_S = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.storage.store import RunLog
 
 
 @pytest.fixture(autouse=True)

@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import DataError
-from sottovoce_learner import log as logs
-from sottovoce_learner import mark as marks
-from sottovoce_learner import standing as standings
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.lines import content
-from sottovoce_learner.log import PAGE, Durability
-from sottovoce_learner.mark import SLOT
-from sottovoce_learner.repair import repair
-from sottovoce_learner.standing import Files, stand, under_way
-from sottovoce_learner.store import RunLog, Store, Terms, claim
+from sottovoce_client.feeding.pump import Terms
+from sottovoce_coordinator.store import Store
+from sottovoce_learner.storage import state_folder, verify, wal
+from sottovoce_learner.storage.ledger import SLOT, LedgerLine
+from sottovoce_learner.storage.state_folder import Files, claim, content
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.verify import Ledger, repair, stand, under_way
+from sottovoce_learner.storage.wal import PAGE, Durability, Said
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
 NAME, AHEAD = "ann", 512
@@ -62,7 +58,7 @@ def lived(folder: Path, name: str = NAME) -> float:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is allocated ahead: every byte is looked at."""
-    monkeypatch.setattr(logs, "AHEAD", AHEAD)
+    monkeypatch.setattr(wal, "AHEAD", AHEAD)
 
 
 @pytest.fixture
@@ -171,7 +167,7 @@ def test_every_file_lost(folder: Path, lost: str) -> None:
 
 def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them emptied, zeroed, cut, or in the place of another is noticed; a new one that was not written to may go."""
-    monkeypatch.setattr(logs, "SEGMENT", PAGE + 500)
+    monkeypatch.setattr(wal, "SEGMENT", PAGE + 450)
     assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
     whole, segments = holds(tmp_path), sorted((tmp_path / "run-b@ann").iterdir())
     assert len(segments) > 2
@@ -205,13 +201,13 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
     say(log, range(ROUNDS))
 
     def first_it_goes_on(path: Path) -> bytes:
-        monkeypatch.setattr("sottovoce_learner.log.content", content)
+        monkeypatch.setattr("sottovoce_learner.storage.wal.content", content)
         log.covered(log.turn()(bytes(100)))
         assert not path.exists()
         say(log, range(ROUNDS, ROUNDS + 1))
         return content(path)
 
-    monkeypatch.setattr("sottovoce_learner.log.content", first_it_goes_on)
+    monkeypatch.setattr("sottovoce_learner.storage.wal.content", first_it_goes_on)
     standing = stand(Files(tmp_path, NAME))
     assert standing is not None and standing.log is not None and standing.log.snapshot is not None
     assert [run.said for run in standing.runs()] == [ROUNDS + 1]
@@ -376,7 +372,7 @@ def test_nothing_is_said_once_a_file_is_gone(tmp_path: Path, harm: Callable[[Pat
 
 def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment that is written now counts, whichever it is; those before it may be deleted."""
-    monkeypatch.setattr(logs, "SEGMENT", PAGE + 600)
+    monkeypatch.setattr(wal, "SEGMENT", PAGE + 600)
     say(log := open_run(tmp_path, "run-a"), range(4))
     first, *_, last = sorted(tmp_path.glob("run-a@ann/*.log"))
     first.unlink()
@@ -411,7 +407,7 @@ def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
 
 
 def test_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "FORMAT", 0)
+    monkeypatch.setattr(state_folder, "FORMAT", 0)
     with pytest.raises(
         DataError, match=r"ann\.mark has format 1, and this version reads up to 0: take a newer Sottovoce"
     ):
@@ -445,14 +441,14 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
 
 
 def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standings, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
     with pytest.raises(DataError, match="before this machine was started again"):
         open_run(folder, "run-b")
 
 
 def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(open_run(tmp_path, "run-a", durability="power"), range(2))
-    monkeypatch.setattr(standings, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
     assert open_run(tmp_path, "run-a", durability="power").spent == 2 * PRICE
 
 

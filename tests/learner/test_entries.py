@@ -5,21 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_learner.bodies import Grant, Said
-from sottovoce_learner.entries import START, Entry, Kind, encode, walk
+from sottovoce_learner.storage.wal import START, Entry, Grant, Kind, Said, encode_entry, read_entries
 
 BODIES = st.binary(max_size=40)
 
 
 def entry(k: int, body: bytes) -> Entry:
-    return Entry(Kind.ROUND, k, k, 0.5 * k, 1.0 + k, body, 7)
+    return Entry(Kind.ROUND, k, k, 0.5 * k, 1.0 + k, body)
 
 
 def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
     """A log, and where its entries end."""
     raw, chain, ends = b"", START, []
     for k, body in enumerate(bodies):
-        more, chain = encode(entry(k, body), chain)
+        more, chain = encode_entry(entry(k, body), chain)
         raw += more
         ends.append(len(raw))
     return raw, ends
@@ -28,7 +27,7 @@ def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
 @given(st.lists(BODIES, max_size=4), st.binary(max_size=100))
 def test_what_was_written_is_read_and_nothing_behind_it(bodies: list[bytes], behind: bytes) -> None:
     raw, ends = written(bodies)
-    found = walk(raw + behind)
+    found = read_entries(raw + behind)
     assert [placed.entry for placed in found] == [entry(k, body) for k, body in enumerate(bodies)]
     assert [placed.end for placed in found] == ends
     assert all(end % 8 == 0 for end in ends)
@@ -38,17 +37,21 @@ def test_no_byte_of_a_log_may_be_another_one_or_missing() -> None:
     raw, ends = written([b"", b"1", b"12345678", b"123456789"])
     for k in range(len(raw)):
         before = sum(end <= k for end in ends)
-        assert len(walk(raw[:k])) == before
+        assert len(read_entries(raw[:k])) == before
         for flip in (1, 0x80, 0xFF):
             other = raw[:k] + bytes([raw[k] ^ flip]) + raw[k + 1 :]
-            assert len(walk(other)) == before, k
+            assert len(read_entries(other)) == before, k
 
 
 def test_an_entry_stands_only_where_it_was_written() -> None:
     raw, ends = written([b"a", b"b", b"c"])
     first, second, third = raw[: ends[0]], raw[ends[0] : ends[1]], raw[ends[1] :]
-    assert [len(walk(b"".join(parts))) for parts in ((second,), (first, third), (first, second, second))] == [0, 1, 2]
-    assert walk(second, 0, 1, START) == []
+    assert [len(read_entries(b"".join(parts))) for parts in ((second,), (first, third), (first, second, second))] == [
+        0,
+        1,
+        2,
+    ]
+    assert read_entries(second, 0, 1, START) == []
 
 
 @given(st.integers(0, 2**63), st.floats(0, 1e300), st.lists(st.binary(min_size=5, max_size=5), max_size=3))

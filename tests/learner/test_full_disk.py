@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import DataError
-from sottovoce_learner import log as logs
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.log import About, DiskFull, Log, read_log
-from sottovoce_learner.store import RunLog, Store, Terms, end_run
+from sottovoce_client.feeding.pump import Terms
+from sottovoce_coordinator.store import Store
+from sottovoce_learner.storage import wal
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.state_folder import DiskFull
+from sottovoce_learner.storage.store import RunLog, end_run
+from sottovoce_learner.storage.wal import About, Kind, Log, read_log
 
 ABOUT = About("00" * 16, "ann", "run-1", "power")
 
@@ -57,14 +59,14 @@ def bodies(folder: Path) -> list[bytes]:
     return [entry.body for entry in read_log(folder).entries]
 
 
-@pytest.mark.parametrize("segment", [logs.SEGMENT, 20_000], ids=["in a segment", "at its end"])
+@pytest.mark.parametrize("segment", [wal.SEGMENT, 20_000], ids=["in a segment", "at its end"])
 @pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT])
 def test_an_entry_is_tried_again_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, segment: int, full: int
 ) -> None:
     """Whatever was refused leaves no trace: neither in the file nor in the chain."""
-    monkeypatch.setattr(logs, "AHEAD", 4_096)
-    monkeypatch.setattr(logs, "SEGMENT", segment)
+    monkeypatch.setattr(wal, "AHEAD", 4_096)
+    monkeypatch.setattr(wal, "SEGMENT", segment)
     log = Log(tmp_path, ABOUT)
     for k in range(20):
         if k % 3 == 2:
@@ -78,7 +80,7 @@ def test_an_entry_is_tried_again_until_there_is_room(
         log.sync()
     log.close()
     assert bodies(tmp_path) == [bytes([k]) * 3_000 for k in range(20)]
-    assert len(list(tmp_path.glob("*.log"))) == (1 if segment == logs.SEGMENT == 64 * 2**20 else 4)
+    assert len(list(tmp_path.glob("*.log"))) == (1 if segment == wal.SEGMENT == 64 * 2**20 else 4)
 
 
 def test_a_disk_without_room_for_a_segment_leaves_none(tmp_path: Path, disk: Disk) -> None:

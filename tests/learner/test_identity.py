@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sottovoce.errors import DataError
-from sottovoce_learner.identity import Identity
+from sottovoce_learner.storage.state_folder import Identity
 
 
 def test_a_store_is_drawn_once_for_a_folder_and_a_learner(tmp_path: Path) -> None:

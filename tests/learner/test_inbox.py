@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import RemoteProtocolError, Rule, StrangerError
-from sottovoce_learner.inbox import Inbox
+from sottovoce_learner.peers.inbox import Inbox
 
 
 def message(t: int, sender: int) -> Message:

@@ -14,9 +14,9 @@ from sottovoce.errors import DataError, NotReady, RemoteProtocolError, Sottovoce
 from sottovoce.losses import bounded
 from sottovoce.losses.linear import Logistic, Ridge
 from sottovoce.network.roster import Attendance
-from sottovoce_learner import intake as intaking
-from sottovoce_learner.intake import Intake, Planned
-from sottovoce_learner.packing import pack, unpack
+from sottovoce_learner.ingest import queue
+from sottovoce_learner.ingest.queue import Intake, Planned
+from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_whole(
 
 def test_what_a_feeder_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held = intake(rounds=100_000)
-    monkeypatch.setattr(intaking, "MOST_SOURCES", 2)
+    monkeypatch.setattr(queue, "MOST_SOURCES", 2)
     for source in ("a", "b"):
         held.put(batch(0, [1], source=source))
     for wrong, text in (

@@ -19,14 +19,15 @@ from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
+from sottovoce_client.feeding.pump import Terms
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_learner.books import Allowance, Books
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.repair import repair
+from sottovoce_coordinator.store import Store
+from sottovoce_learner.memory import Allowance, Books
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
-from sottovoce_learner.store import Store, Terms, claim
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.state_folder import claim
+from sottovoce_learner.storage.verify import Ledger, repair
 from tests.examples import ALLOWING
 
 
@@ -62,7 +63,7 @@ async def test_runs_add_up(tmp_path: Path) -> None:
         assert line.algorithm == "ldp-dol"
         assert line.guarantee(imports=False).epsilon(line.said) == pytest.approx(line.spent)
     assert ledger.spent("learner-0") == pytest.approx(first + second)
-    assert ledger.spent("learner-0", but="run-a") == second
+    assert [line.spent for line in ledger.lines("learner-0")] == [first, second, 0.0]
     assert ledger.lines("somebody") == [] and ledger.spent("somebody") == 0.0
 
 
@@ -82,7 +83,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.books import Books, Allowance
+from sottovoce_learner.memory import Books, Allowance
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):
@@ -173,7 +174,7 @@ def test_an_infinite_price_is_above_every_owners_budget() -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from sottovoce_learner.store import claim
+from sottovoce_learner.storage.state_folder import claim
 held = claim(Path(sys.argv[1]), "ann")
 print("held", flush=True)
 sys.stdin.read()

@@ -13,9 +13,8 @@ from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce.losses.linear import Logistic
 from sottovoce.network.roster import Attendance
-from sottovoce_learner.intake import Live, Taken, intake_for
-from sottovoce_learner.log import DiskFull
-from sottovoce_learner.packing import pack, unpack
+from sottovoce_learner.ingest.queue import Live, intake_for
+from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec
@@ -134,14 +133,12 @@ def test_what_does_not_fit_is_refused_whole(
     assert (held.waiting, held.records, held.batches, held.position("s")) == (1, 1, 1, 0)
 
 
-def test_what_cannot_be_kept_is_not_taken() -> None:
-    def full(first: int) -> None:
-        raise DiskFull
-
+def test_what_is_prepared_and_not_added_is_not_taken() -> None:
+    """Such as where there was no room to write it down."""
     held = live()
-    with pytest.raises(DiskFull):
-        held.put(batch([0]), full)
-    assert (held.waiting, held.position("s")) == (0, None)
+    for _ in range(2):
+        new = held.prepare(batch([0]))
+        assert new is not None and (held.waiting, held.position("s")) == (0, None)
 
 
 @given(st.lists(st.integers(0, 5), max_size=10), st.integers(1, 4))
@@ -152,7 +149,10 @@ def test_another_one_goes_on_where_this_one_stood(taken: list[int], most: int) -
     for t, count in enumerate(taken):
         said = batch(range(10 * t, 10 * t + count))
         if count:
-            first.put(said, lambda t, said=said: kept.append((t, said)))  # type: ignore[misc]
+            new = first.prepare(said)
+            assert new is not None
+            kept.append((new.first, said))
+            first.add(new)
         rounds.append(ids(first.take(t)))
     for since, said in kept:
         again.replay(since, said)
@@ -165,10 +165,3 @@ def test_another_one_goes_on_where_this_one_stood(taken: list[int], most: int) -
         assert each.position("s") == first.position("s")
     left = [ids(first.take(len(taken) + t)) for t in range(50)]
     assert [ids(restored.take(len(taken) + t)) for t in range(50)] == left
-
-
-def test_a_snapshot_of_a_version_before_live_records_is_read() -> None:
-    old: tuple[Any, ...] = ({"a": 3}, 7, 4, np.empty(0, np.int64), np.empty(0, np.int64), [])
-    read = Taken.unpacked(old)
-    assert (read.next, read.filled, read.batches, read.last, read.records) == ({"a": 3}, 7, 4, {}, 0)
-    assert not read.waiting

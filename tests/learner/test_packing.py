@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
-from sottovoce_learner import packing
-from sottovoce_learner.intake import Taken
-from sottovoce_learner.packing import Unpackable, pack, packs_as, unpack
+from sottovoce_learner.ingest.queue import Taken
+from sottovoce_learner.storage import state_folder
+from sottovoce_learner.storage.snapshot import Unpackable, pack, packs_as, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def test_other_bytes_and_newer_ones_are_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataError, match="must begin with its mark"):
         unpack(b"something else", {})
     raw = pack(1, {})
-    monkeypatch.setattr(packing, "FORMAT", 0)
+    monkeypatch.setattr(state_folder, "FORMAT", 0)
     with pytest.raises(DataError, match="format 1, and this version reads up to 0"):
         unpack(raw, {})
 
@@ -125,7 +125,8 @@ def test_records_that_wait(sizes: list[int]) -> None:
     generator = np.random.default_rng(1)
     waiting = tuple(Batch(generator.normal(size=(size, 2)), np.ones(size)) for size in sizes)
     rounds = 3 * np.arange(len(sizes))
-    again = unpack(pack(Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64)), {}), {})
+    taken = Taken({"a": 3}, 7, 4, waiting, rounds, np.array(sizes, np.int64), {}, 0)
+    again = unpack(pack(taken, {}), {})
     assert (again.next, again.filled, again.batches) == ({"a": 3}, 7, 4)
     assert (again.rounds.tolist(), again.sizes.tolist()) == (rounds.tolist(), sizes)
     for name in ("features", "labels"):

@@ -11,7 +11,7 @@ from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.network import Digests
 from sottovoce.network.topology import Topology
 from sottovoce.network.weights import digest_of
-from sottovoce_learner.plan import Plan
+from sottovoce_learner.peers.plan import Plan
 
 TURNS = {
     "sequence": {

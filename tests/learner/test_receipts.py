@@ -17,11 +17,11 @@ import pytest
 from sottovoce.errors import NotReady
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
-from sottovoce_learner import receipts as module
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.face import Face
-from sottovoce_learner.receipts import Receipts
+from sottovoce_learner.ingest import group_commit
+from sottovoce_learner.ingest.group_commit import Receipts
 from sottovoce_learner.role import Role
+from sottovoce_learner.servicer import Face
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
@@ -66,7 +66,7 @@ class Disk:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Company is waited for, however long it takes."""
-    monkeypatch.setattr(module, "COMPANY_S", FOR_EVER_S)
+    monkeypatch.setattr(group_commit, "COMPANY_S", FOR_EVER_S)
 
 
 async def until_all_wait() -> None:

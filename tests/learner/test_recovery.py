@@ -17,14 +17,13 @@ from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError
 from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_learner.hidden import Kept
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.links import Link
-from sottovoce_learner.packing import pack
-from sottovoce_learner.repair import moved
+from sottovoce_learner.memory import Kept
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
-from sottovoce_learner.store import RunLog, end_run
+from sottovoce_learner.storage.snapshot import pack
+from sottovoce_learner.storage.store import RunLog, end_run
+from sottovoce_learner.storage.verify import Ledger, moved
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import ALLOWING
@@ -260,7 +259,7 @@ async def test_a_state_that_does_not_come_back_keeps_its_log(tmp_path: Path, mon
             return "something else"
 
         with monkeypatch.context() as patch:
-            patch.setattr("sottovoce_learner.snapshots.unpack", other)
+            patch.setattr("sottovoce_learner.storage.store.unpack", other)
             crew = Crew(tmp_path / str(k), spec_of(), keyed=False)
             await crew.live(range(ROUNDS))
         assert set(crew.kept(0)) == {"log"}
@@ -394,7 +393,7 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(2))
     with monkeypatch.context() as patch:
-        patch.setattr("sottovoce_learner.books.Books.price", lambda books, t: 1e-9)
+        patch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 1e-9)
         with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
             crew.born(0)
     assert crew.born(0).status.rounds_said == 2

@@ -12,11 +12,9 @@ from rich.console import Console
 
 from sottovoce.errors import DataError, NotReady, SpecError
 from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
-from sottovoce_learner import log as logs
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.repair import moved, repair, verify
-from sottovoce_learner.standing import Files, look
-from sottovoce_learner.store import claim
+from sottovoce_learner.storage import wal
+from sottovoce_learner.storage.state_folder import Files, claim
+from sottovoce_learner.storage.verify import Ledger, look, moved, repair, verify
 from tests.learner.test_damage import NAME, PRICE, lived, open_run, say
 from tests.learner.test_recovery import ROUNDS, Crew, spec_of
 
@@ -27,7 +25,7 @@ LOG = Path("run-b@ann", "00000000.log")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(logs, "AHEAD", 512)
+    monkeypatch.setattr(wal, "AHEAD", 512)
     lived(tmp_path)
     return tmp_path
 
@@ -74,7 +72,7 @@ def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
     """Whatever is left of it, and with the mark or without."""
     raw = (folder / LOG).read_bytes()
     files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.mark")}
-    for k in range(logs.PAGE, len(raw.rstrip(b"\0")), 16):
+    for k in range(wal.PAGE, len(raw.rstrip(b"\0")), 16):
         (folder / LOG).write_bytes(raw[:k])
         assert repair(folder, NAME).in_all == 2 * PRICE + RESERVED
         for path, content in files.items():
@@ -172,7 +170,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
 async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sottovoce_learner.books.Books.price", lambda books, t: 0.001 * (t + 1))
+    monkeypatch.setattr("sottovoce_learner.memory.Books.price", lambda books, t: 0.001 * (t + 1))
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(3))
     with pytest.raises(DataError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):

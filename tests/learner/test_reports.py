@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sottovoce.noise import SystemNoise
-from sottovoce_learner.grants import Grants
+from sottovoce_learner.progress import Grants
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor

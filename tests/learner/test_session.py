@@ -13,7 +13,7 @@ import pytest
 from sottovoce.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
-from sottovoce_learner import ingest
+from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
@@ -105,7 +105,7 @@ async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path
 async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "MOST_HELD", 100)
+    monkeypatch.setattr(group_commit, "MOST_HELD", 100)
     one = session(tmp_path)
 
     def batch(sequence: int) -> learner_pb2.SampleBatch:
@@ -125,5 +125,5 @@ async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
 async def test_what_takes_long_is_computed_beside_the_loop(tmp_path: Path) -> None:
     one: Any = session(tmp_path)
     assert await one._computed(threading.get_ident) == threading.get_ident()
-    one.loss = SimpleNamespace(heavy=True)
+    one.memory.loss = SimpleNamespace(heavy=True)
     assert await one._computed(threading.get_ident) != threading.get_ident()

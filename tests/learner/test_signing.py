@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce.errors import EquivocationError, RemoteProtocolError
-from sottovoce_learner.links import Link
-from sottovoce_learner.signing import Own, Unsigned
+from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.peers.signing import Own, Unsigned
 from sottovoce_rpc.signatures import BLOCK, Statement, digest
 from tests.learner.test_links import Stream
 

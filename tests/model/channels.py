@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from sottovoce.errors import SottovoceError
-from sottovoce_learner import exchange
-from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.links import Link
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.inbox import Inbox
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from tests.model.runs import FEATURES, RUN, Shape, about, codec_of, heard_in, neighbours, plan_of, run_of, told_in
@@ -169,7 +169,7 @@ class Greeting(NamedTuple):
 @cache
 def hello(shape: Shape, own: Greeting, neighbour: int) -> bytes:
     """What a side says of itself when a stream is opened."""
-    return exchange._hello(_session(shape, own, neighbour), neighbour)
+    return connection._hello(_session(shape, own, neighbour), neighbour)
 
 
 @cache
@@ -177,7 +177,7 @@ def greeted(shape: Shape, own: Greeting, neighbour: int, payload: bytes) -> tupl
     """The first round that the neighbour has not heard, and its incarnation; None: it is refused."""
     session = _session(shape, own, neighbour)
     try:
-        _, asked = exchange._greeted(session, payload)
+        _, asked = connection._greeted(session, payload)
     except SottovoceError:
         return None
     return asked, session.links[neighbour].incarnation

@@ -11,20 +11,16 @@ from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Who
 from sottovoce.errors import DataError, SottovoceError
-from sottovoce_learner import lines as ledger_lines
-from sottovoce_learner import standing
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.books import Books
-from sottovoce_learner.entries import START, Entry, Kind, encode, walk
-from sottovoce_learner.intake import Planned
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.lines import Held
-from sottovoce_learner.links import Link
-from sottovoce_learner.log import About, Log, Reading, hashed, host
-from sottovoce_learner.mark import Mark, MarkFile
-from sottovoce_learner.memory import Memory
-from sottovoce_learner.recovery import replay
-from sottovoce_learner.store import RunLog, Terms
+from sottovoce_client.feeding.pump import Terms
+from sottovoce_learner.ingest.queue import Planned
+from sottovoce_learner.memory import Books, Memory
+from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.storage import ledger, state_folder, verify
+from sottovoce_learner.storage.ledger import LedgerLine, Mark, MarkFile
+from sottovoce_learner.storage.recovery import replay
+from sottovoce_learner.storage.state_folder import Held, hashed, host
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, encode_entry, read_entries
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
 from tests.model.runs import (
@@ -67,21 +63,21 @@ class Folder(NamedTuple):
 
 
 @cache
-def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger_lines.Line, ...]:
+def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger.Line, ...]:
     """The ledger of a learner that has opened the run, by these specs one after the other."""
-    raw, chain = ledger_lines.encode(ledger_lines.first(f"{learner:032x}", _name(shape, learner)), bytes(16))
+    raw, chain = ledger.encode_line(ledger.first_line(_name(shape, learner), f"{learner:032x}"), bytes(16))
     for each in absences:
         line = _line(shape.amended(each), learner)
         opened = {
-            "kind": standing.OPENED,
+            "kind": ledger.OPENED,
             "run_id": RUN,
             "index": learner,
             "n_features": FEATURES,
             "spec": line.spec,
         }
-        more, chain = ledger_lines.encode(opened, chain)
+        more, chain = ledger.encode_line(opened, chain)
         raw += more
-    return tuple(ledger_lines.walk(raw))
+    return tuple(ledger.read_lines(raw))
 
 
 def _name(shape: Shape, learner: int) -> str:
@@ -95,23 +91,23 @@ def _line(shape: Shape, learner: int) -> LedgerLine:
 @cache
 def read(shape: Shape, learner: int, log: bytes) -> Reading:
     """A log as `log.read_log` reads it, without the segments' first pages."""
-    placed = walk(log)
+    placed = read_entries(log)
     entries, chains = tuple(each.entry for each in placed), tuple(each.chain for each in placed)
     about = About(f"{learner:032x}", _name(shape, learner), RUN, "process")
     return Reading(about, 0, START, entries, chains, Path("0.log"), len(log))
 
 
-def _standing(shape: Shape, learner: int, folder: Folder) -> standing.Standing:
-    files = standing.Files(Path("nowhere"), _name(shape, learner))
+def _standing(shape: Shape, learner: int, folder: Folder) -> verify.Standing:
+    files = state_folder.Files(Path("nowhere"), _name(shape, learner))
     lines = _lines(shape, learner, folder.absences)
-    return standing.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
+    return verify.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
 
 
 @cache
 def stands(shape: Shape, learner: int, folder: Folder) -> bool:
     """Does all fit together? False: something was lost, and nothing is said from this folder."""
     try:
-        standing._required(_standing(shape, learner, folder))
+        verify._required(_standing(shape, learner, folder))
     except DataError:
         return False
     return True
@@ -121,29 +117,29 @@ def stands(shape: Shape, learner: int, folder: Folder) -> bool:
 def charged(shape: Shape, learner: int, folder: Folder) -> float:
     """Epsilon of the run, by its log; by what a repair would charge, where that is damaged."""
     if stands(shape, learner, folder):
-        return standing.spent(read(shape, learner, folder.log))
-    most = standing.most_spent(_standing(shape, learner, folder))
+        return read(shape, learner, folder.log).spent
+    most = verify.most_spent(_standing(shape, learner, folder))
     return 0.0 if most is None else most
 
 
 @cache
 def cut(log: bytes) -> bytes | None:
     """A log without its last entry; None: there is nothing to be lost but the first."""
-    placed = walk(log)
+    placed = read_entries(log)
     return log[: placed[-2].end] if len(placed) > 1 else None
 
 
 @cache
 def rounds_said(shape: Shape, learner: int, log: bytes) -> int:
     """Rounds that were said, by a log."""
-    return standing.said(read(shape, learner, log))
+    return read(shape, learner, log).said
 
 
 @cache
 def closed_by(shape: Shape, learner: int, log: bytes) -> bool:
-    """Was all that was said learned, too, by a log (`standing.under_way`)?"""
+    """Was all that was said learned, too, by a log (`verify.under_way`)?"""
     reading = read(shape, learner, log)
-    return 0 < standing.said(reading) == standing.done(reading)
+    return 0 < reading.said == reading.done
 
 
 @cache
@@ -162,11 +158,11 @@ class _MemoryLog(Log):
     """A log in memory, and who is told of every write."""
 
     def __init__(self, raw: bytes, written: Callable[[str], None]) -> None:
-        placed = walk(raw)
+        placed = read_entries(raw)
         self.raw, self.sequence, self.chain, self._written = raw, len(placed), placed[-1].chain, written
 
-    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
-        raw, self.chain = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
+    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes) -> int:
+        raw, self.chain = encode_entry(Entry(kind, self.sequence, t, spent, in_all, body), self.chain)
         self.raw += raw
         self.sequence += 1
         self._written(_WRITTEN[kind])
@@ -249,7 +245,9 @@ def taken_in(
     def take(log: RunLog) -> None:
         box = _intake(intake, shape, learner, folder)
         with suppress(SottovoceError):  # what is refused changes nothing
-            box.put(record(number), lambda first: log.keep(first, record(number).SerializeToString(deterministic=True)))
+            if (new := box.prepare(record(number))) is not None:
+                log.keep(new.first, record(number).SerializeToString(deterministic=True))
+                box.add(new)
         log.settle()
 
     return _written(kind, shape, folder, take)
@@ -294,7 +292,7 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
     absences = (shape.absences,)
     lines, spec = _lines(shape, learner, absences), run_of(shape).spec
-    opening, chain = encode(Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()), bytes(16))
+    opening, chain = encode_entry(Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()), bytes(16))
     mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hashed(RUN), chain=chain)
     folder = Folder(0, opening, mark, absences)
     for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
@@ -346,7 +344,7 @@ class Recovered:
 
 @cache
 def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
-    """A learner that is started again (`Session._recover`); None: its log does not fit the spec."""
+    """A learner that is started again (`parts._recover`); None: its log does not fit the spec."""
     run, there = run_of(shape), attendance(shape, learner)
     new = link(reach(shape, learner).keep)
     memory = Memory(
@@ -360,7 +358,7 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
     )
     try:
         for entry in read(shape, learner, log).entries:
-            replay(memory, codec_of(shape), entry)
+            replay(memory, entry)
     except DataError:
         return None
     memory.pass_absence(there.end)

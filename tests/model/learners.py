@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sottovoce.errors import NotReady, StrangerError, Unavailable
 from sottovoce_coordinator.fencing import Claim, Membership
-from sottovoce_learner.bodies import Said
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import channels, folders, machine, runs
 from tests.model.folders import Folder

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.intake import Planned
-from sottovoce_learner.links import Link, _Stream
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.ingest.queue import New, Planned
+from sottovoce_learner.peers.outbox import Link, _Stream
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import folders
@@ -82,9 +82,9 @@ class ReceiptFirst(World):
 
 
 class _TakesAgain(Planned):
-    def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
+    def prepare(self, batch: learner_pb2.SampleBatch) -> New | None:
         self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
-        super().put(batch, keep)
+        return super().prepare(batch)
 
 
 class TakesAgain(World):

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.peers.inbox import Inbox
+from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_rpc.specs import plan_hash
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import runs

@@ -21,8 +21,8 @@ from sottovoce.network.roster import Attendance
 from sottovoce.running.participation import USED, slots, used_field
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
-from sottovoce_learner.books import Books
-from sottovoce_learner.plan import Plan
+from sottovoce_learner.memory import Books
+from sottovoce_learner.peers.plan import Plan
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec
@@ -115,7 +115,7 @@ def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
 
 @cache
 def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
-    """Whom a learner that begins in a round is connected with first (`Session.met`)."""
+    """Whom a learner that begins in a round is connected with first (`Telling.met`)."""
     return (there(shape, t) - run_of(shape).spec.roster.lost_to(learner, t)) & {*neighbours(shape, learner)}
 
 

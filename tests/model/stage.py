@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
 from sottovoce_coordinator.fencing import Membership
-from sottovoce_learner import store
-from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.intake import Planned
-from sottovoce_learner.links import Link
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.ingest.queue import Planned
+from sottovoce_learner.peers.inbox import Inbox
+from sottovoce_learner.peers.outbox import Link
+from sottovoce_learner.storage import store
+from sottovoce_learner.storage.store import RunLog
 from tests.model import machine
 from tests.model.folders import Amended, Folder
 from tests.model.runs import Shape

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from sottovoce_coordinator.fencing import Membership
-from sottovoce_learner.bodies import Said
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model.books import Book

@@ -8,8 +8,9 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce_coordinator import captures
-from sottovoce_learner import exchange, following, mirror, waiting
-from sottovoce_learner.session import Session
+from sottovoce_learner import following, mirror, progress
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_rpc import server
 from sottovoce_rpc.misconduct import KnownBy
 
@@ -23,13 +24,13 @@ def _nobody_is_accused(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.node.get_closest_marker("misbehaves"):
         yield
         return
-    notice, noticed = Session.notice, []
+    notice, noticed = Hearing.notice, []
 
-    def noted(session: Session, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        noticed.append((session.role.name, neighbour, rule))
-        notice(session, neighbour, rule, known_by)
+    def noted(hearing: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        noticed.append((hearing._role.name, neighbour, rule))
+        return notice(hearing, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Session, "notice", noted)
+    monkeypatch.setattr(Hearing, "notice", noted)
     yield
     assert noticed == []
 
@@ -39,8 +40,8 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses before services reconnect, rejoin or report a missing neighbour: in a test, all are back in a moment."""
     monkeypatch.setattr(following, "_REJOIN_S", SOON_S)
     monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 4 * SOON_S)
-    monkeypatch.setattr(exchange, "_BACKOFF_S", (SOON_S,))
-    monkeypatch.setattr(waiting, "TOLD_S", 4 * SOON_S)
+    monkeypatch.setattr(connection, "_BACKOFF_S", (SOON_S,))
+    monkeypatch.setattr(progress, "TOLD_S", 4 * SOON_S)
     monkeypatch.setattr(mirror, "_BACKOFF_S", (SOON_S, 4 * SOON_S))
     monkeypatch.setattr(captures, "_KEPT_S", 4 * SOON_S)
     options = {**dict(server.CHANNEL_OPTIONS), **dict.fromkeys(BACKOFF, int(SOON_S * 1000))}

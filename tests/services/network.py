@@ -23,14 +23,14 @@ from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
-from sottovoce_learner.bodies import Said
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.progress import Wait
 from sottovoce_learner.service import Learner
-from sottovoce_learner.standing import Files, look
+from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.verify import look
+from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_learner.tracing import Tracing
-from sottovoce_learner.waiting import Wait
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role

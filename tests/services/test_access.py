@@ -21,10 +21,10 @@ from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.exchange import _hello
-from sottovoce_learner.nearby import Nearby
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.connection import _hello
+from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc import early
@@ -288,8 +288,8 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
     session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
     session.codec = SimpleNamespace(length=100)
-    monkeypatch.setattr(exchange, "channel", noting)
-    await exchange.keep_open(
+    monkeypatch.setattr(connection, "channel", noting)
+    await connection.keep_open(
         cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials(), Nearby()
     )
     assert asked == [whom]

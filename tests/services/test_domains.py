@@ -25,7 +25,7 @@ from sottovoce_client.pki import _list_of
 from sottovoce_client.transcripts.verify import verify
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_learner import session
-from sottovoce_learner.exchange import _hello, _require_itself
+from sottovoce_learner.peers.connection import _hello, _require_itself
 from sottovoce_learner.session import Session
 from sottovoce_rpc.access import ACCESS, CONDITION, ROLE, STRANGER
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED, by_domain, certificates_in, revoked_in

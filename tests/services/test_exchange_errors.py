@@ -32,8 +32,8 @@ from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
-from sottovoce_learner import exchange as exchanging
 from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.peers import connection
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc import early
@@ -188,7 +188,7 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
             ([], "expected a Hello within 0.05 s, got nothing"),
         ):
             if not payloads:
-                monkeypatch.setattr(exchanging, "HELLO_S", 0.05)
+                monkeypatch.setattr(connection, "HELLO_S", 0.05)
             failure = await exchange(up.addresses["cleo"], *payloads)
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
             assert text in (failure.details() or "")
@@ -290,9 +290,9 @@ async def test_a_stream_that_ends_as_it_opens_is_told_so(tmp_path: Path, monkeyp
                 session.life.replace()
             return say(session, neighbour)
 
-        say = exchanging._hello
+        say = connection._hello
         with monkeypatch.context() as patched:
-            patched.setattr(exchanging, "_hello", greeting)
+            patched.setattr(connection, "_hello", greeting)
             failure = await spoken(up.addresses["cleo"], introduced(up))
         cleo.life._replaced.clear()
         assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "this learner takes the run up again")

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from sottovoce.errors import DataError, NotReady, StrangerError
-from sottovoce_learner import mark as marks
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.repair import moved, repair
 from sottovoce_learner.service import Learner
-from sottovoce_learner.standing import Files
+from sottovoce_learner.storage import state_folder
+from sottovoce_learner.storage.state_folder import Files, Identity
+from sottovoce_learner.storage.verify import Ledger, moved, repair
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -92,7 +90,7 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
         assert (await up.run(spec, made_up(spec))).state == "finished"
         assert Identity.of(state, "ann") == Identity("ann", first.store, 3)
         await up.leave("ann")
-        Identity("ann", first.store, 1).write(state)
+        Identity("ann", first.store).issued(1, state)
         with pytest.raises(NotReady, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
             await follows(up, "ann", state)
 
@@ -136,7 +134,7 @@ async def test_a_newer_folder_is_refused_before_it_joins(tmp_path: Path, monkeyp
         await up.until("ann", LearnerState.RUNNING, 5)
         await up.leave("ann")
         with monkeypatch.context() as older:
-            older.setattr(marks, "FORMAT", 0)
+            older.setattr(state_folder, "FORMAT", 0)
             with pytest.raises(DataError, match="take a newer Sottovoce"):
                 await follows(up, "ann", tmp_path / "journals")
         await up.join("ann")

@@ -27,8 +27,9 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.standing import Files, look
+from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.verify import look
+from sottovoce_learner.storage.wal import Kind
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel

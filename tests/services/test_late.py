@@ -19,9 +19,9 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner import store
-from sottovoce_learner.links import Link
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
+from sottovoce_learner.storage import store
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import given_up_soon, network

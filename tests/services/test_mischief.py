@@ -17,7 +17,7 @@ import pytest
 from sottovoce.algorithms.interface import Message
 from sottovoce.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner.exchange import _hello
+from sottovoce_learner.peers.connection import _hello
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2

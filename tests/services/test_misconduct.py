@@ -21,8 +21,8 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.runs import RunBook
-from sottovoce_learner.hearing import Hearing
-from sottovoce_learner.links import Link
+from sottovoce_learner.peers.inbox import Hearing
+from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.misconduct import KnownBy, Misconduct
@@ -44,14 +44,14 @@ SOON = {"window": 8, "deadline_s": 10.0}
 
 def shorter_once_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once somebody was noticed, learners wait for less than that."""
-    notice = Session.notice
+    notice = Hearing.notice
 
-    def first(self: Session, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        monkeypatch.setattr(Session, "notice", notice)
+    def first(self: Hearing, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        monkeypatch.setattr(Hearing, "notice", notice)
         given_up_soon(monkeypatch)
-        notice(self, neighbour, rule, known_by)
+        return notice(self, neighbour, rule, known_by, ended=ended)
 
-    monkeypatch.setattr(Session, "notice", first)
+    monkeypatch.setattr(Hearing, "notice", first)
 
 
 Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
@@ -235,7 +235,8 @@ def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t
         await say(self, at)
         if self.role.name == who and at == t:
             for j in whom:
-                self.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE)
+                self.hearing.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE, ended=self.life.ended)
+                self.report()
 
     monkeypatch.setattr(Session, "_say", lies)
 

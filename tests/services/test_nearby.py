@@ -15,9 +15,9 @@ from sottovoce.errors import NotReady, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner import exchange
 from sottovoce_learner.memory import Memory
-from sottovoce_learner.nearby import Nearby, NearStream, Turns
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.in_process import Nearby, NearStream, Turns
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -53,7 +53,7 @@ class Opened:
             self.count += 1
             return channel(*args, **more)
 
-        monkeypatch.setattr(exchange, "channel", opening)
+        monkeypatch.setattr(connection, "channel", opening)
 
 
 async def ran(up: Network, spec: RunSpec) -> Outcome:

@@ -18,10 +18,11 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner import lines
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_learner.standing import Files, look
+from sottovoce_learner.storage import ledger
+from sottovoce_learner.storage.state_folder import Files
+from sottovoce_learner.storage.verify import look
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
@@ -295,7 +296,7 @@ async def test_what_was_spent_before_the_last_30_days_does_not_count(
         for days in (30.1, 29.9, 0.0):
             await restarted(up, "ann", policy)
             with monkeypatch.context() as earlier:
-                earlier.setattr(lines, "dated", ago(days))
+                earlier.setattr(ledger, "dated", ago(days))
                 outcomes.append(await up.run(spec, made_up(spec)))
                 await until_charged(files)
     old, new, last = outcomes

@@ -15,8 +15,8 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel

@@ -33,10 +33,10 @@ from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
 from sottovoce_eavesdropper.reading import _Listening, open_capture
-from sottovoce_learner import store
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
+from sottovoce_learner.storage import store
+from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc.directives import Assignment, Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel

@@ -33,14 +33,12 @@ from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
-from sottovoce_learner import store as stores
-from sottovoce_learner.bodies import Said
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.log import DiskFull
-from sottovoce_learner.repair import verify
 from sottovoce_learner.service import Learner
-from sottovoce_learner.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
+from sottovoce_learner.storage import store
+from sottovoce_learner.storage.state_folder import DiskFull
+from sottovoce_learner.storage.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
+from sottovoce_learner.storage.verify import Ledger, verify
+from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
@@ -576,7 +574,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         append(own, asked, t, spent, body)
 
     monkeypatch.setattr(RunLog, "_append", appended)
-    monkeypatch.setattr("sottovoce_learner.room.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
     spec = spec_of()
     noise, _, last = recorded(spec, made_up(spec, batch=2), tmp_path / "noise.npz")
     with structlog.testing.capture_logs() as logs:
@@ -614,7 +612,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         allocate(file, at, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocated)
-    monkeypatch.setattr("sottovoce_learner.room.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.progress.ROOM_S", 0.05)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ben", LearnerState.RUNNING, 5)
@@ -771,8 +769,8 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
-    monkeypatch.setattr(stores, "SNAPSHOT_AFTER", grown)
-    monkeypatch.setattr(stores, "SNAPSHOT_ROUNDS", rounds)
+    monkeypatch.setattr(store, "SNAPSHOT_AFTER", grown)
+    monkeypatch.setattr(store, "SNAPSHOT_ROUNDS", rounds)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)

@@ -20,8 +20,8 @@ from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_learner import session
+from sottovoce_learner.peers.outbox import Telling
 from sottovoce_learner.session import Session
-from sottovoce_learner.telling import Telling
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature

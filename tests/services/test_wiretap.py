@@ -27,7 +27,7 @@ from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_eavesdropper.wiretap import Framing, Wiretap
-from sottovoce_learner import exchange
+from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState
@@ -291,13 +291,13 @@ async def test_learners_insist_on_each_other_and_nothing_is_decrypted(
 ) -> None:
     """No relay stands there: everybody shows a learner's certificate, and is asked for it."""
     spec, seen = small_spec(10, NAMES, capture="wiretap", topology={"graph": {"kind": "complete"}}), list[str]()
-    true = exchange._require_itself
+    true = connection._require_itself
 
     def require(told: Any, learner: int, caller: Any) -> None:
         seen.append(str(caller))
         true(told, learner, caller)
 
-    monkeypatch.setattr(exchange, "_require_itself", require)
+    monkeypatch.setattr(connection, "_require_itself", require)
     async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished" and not outcome.capture_error
@@ -325,8 +325,8 @@ def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) 
         return cast(Session, SimpleNamespace(role=role, policy=Policy()))
 
     with pytest.raises(StrangerError, match="must not speak for ann"):
-        exchange._require_itself(session("wiretap"), 0, eavesdropper)
-    exchange._require_itself(session("relay"), 0, eavesdropper)
+        connection._require_itself(session("wiretap"), 0, eavesdropper)
+    connection._require_itself(session("relay"), 0, eavesdropper)
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -12,9 +12,8 @@ from sottovoce.errors import SpecError
 from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number, plural
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.repair import moved, repair, verify
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.verify import Ledger, moved, repair, verify
 
 _HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
 _NUMBERS = ("messages", "ε")

@@ -12,7 +12,7 @@ from sottovoce.arrays import Batch
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.experiment import Prepared
 from sottovoce.running.run import Run, build_run
-from sottovoce_learner.kept import Learned, learners_in
+from sottovoce_learner.storage.recovery import Learned, learners_in
 
 MOST_ROUNDS = 100_000
 """Rounds whose records are held in memory."""

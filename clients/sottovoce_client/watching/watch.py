@@ -29,7 +29,7 @@ from sottovoce_client.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper, load_keys, save_keys
 from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View, document, print_end, view
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_learner.kept import Learned, learners_in
+from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 

@@ -1,19 +1,24 @@
-"""Records from the learner's owner, written down before they count: a feeder waits where there are enough, or no room."""
+"""Group commit of records: written down before they count, and streams that wait for a receipt share a sync.
+
+A feeder waits where there are enough records, or no room on the disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from sottovoce.errors import NotReady
-from sottovoce_learner.intake import Intake
-from sottovoce_learner.lifecycle import Lifecycle
-from sottovoce_learner.receipts import Receipts
+from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.progress import Lifecycle, Room
 from sottovoce_learner.role import Role
-from sottovoce_learner.room import Room
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.storage.store import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
+COMPANY_S = 0.01
+"""How long one waits for others that need a sync, too: about as long as a slow disk takes for it."""
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
 
@@ -56,14 +61,15 @@ class Ingest:
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             raise await self._life.replaced()
         try:
-            await self._room.written(
-                self._round, lambda: self._intake.put(batch, lambda first: self._keep(first, batch))
-            )
+            await self._room.written(self._round, partial(self._take, batch))
         finally:
             self._changed()
 
-    def _keep(self, first: int, batch: learner_pb2.SampleBatch) -> None:
-        self._log.keep(first, batch.SerializeToString(deterministic=True))
+    def _take(self, batch: learner_pb2.SampleBatch) -> None:
+        """Write records down, then hold them for their rounds: in one step, for what is new may be another after a pause."""
+        if (new := self._intake.prepare(batch)) is not None:
+            self._log.keep(new.first, batch.SerializeToString(deterministic=True))
+            self._intake.add(new)
 
     async def _pause(self, seconds: float) -> None:
         self._changed()
@@ -99,3 +105,55 @@ class Ingest:
             self._log.settle()
         except OSError as error:
             raise NotReady(f"records cannot be kept: {error.strerror}") from None
+
+
+class Receipts:
+    """Lets what several streams have written down last, all at once.
+
+    A stream waits until all others do, but at most `COMPANY_S`; so one that is alone waits for nobody.
+
+    Args:
+        settle: makes last what was written down before it is called.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._streams = self._waiting = 0
+        self._settled: asyncio.Future[None] | None = None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """While a stream is open, it may be company."""
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    async def settled(self) -> None:
+        """Wait until what was written down by now lasts; whatever `settle` raises is raised to all who wait."""
+        if self._settled is None:
+            loop = asyncio.get_running_loop()
+            self._settled, self._waiting = loop.create_future(), 0
+            loop.call_later(COMPANY_S, self._over, self._settled)
+        settled = self._settled
+        self._waiting += 1
+        if self._waiting >= self._streams:
+            self.now()
+        await asyncio.shield(settled)
+
+    def now(self) -> None:
+        """Whoever waits need wait no longer for company."""
+        settled, self._settled = self._settled, None
+        if settled is None:
+            return
+        try:
+            self._settle()
+        except Exception as error:  # noqa: BLE001 -- whoever waits is told, whatever it is
+            settled.set_exception(error)
+        else:
+            settled.set_result(None)
+
+    def _over(self, settled: asyncio.Future[None]) -> None:
+        if self._settled is settled:
+            self.now()

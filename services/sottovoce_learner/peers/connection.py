@@ -16,7 +16,7 @@ import structlog
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce.running.policy import accepted
 from sottovoce.text import called
-from sottovoce_learner.nearby import Nearby, NearStream
+from sottovoce_learner.peers.in_process import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.access import give_turn_back
@@ -229,31 +229,23 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, 
 
     Raises:
         Unavailable: another stream took its place.
+        RemoteProtocolError: what came is not what is due.
     """
     link, now = session.links[neighbour], asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(None) as held:  # no deadline, unless displaced
             link.attach(stream, next_round, lambda: held.reschedule(now()))
             try:
-                await _listen(session, neighbour, stream, known_by)
+                while (payload := await stream.read()) is not grpc.aio.EOF:
+                    session.hear(neighbour, payload)
+            except RemoteProtocolError as error:
+                ended = session.life.ended
+                if error.rule is not None and session.hearing.notice(neighbour, error.rule, known_by, ended=ended):
+                    session.report()
+                raise
             finally:
                 link.detach(stream)
                 await link.quiet()
     except TimeoutError:
         name = called(session.role.spec.names, neighbour)
         raise Unavailable(f"another stream of {name} took the place of this one") from None
-
-
-async def _listen(session: Session, neighbour: int, stream: Any, known_by: KnownBy) -> None:
-    """Take in what comes until the stream ends.
-
-    Raises:
-        RemoteProtocolError: what came is not what is due.
-    """
-    while (payload := await stream.read()) is not grpc.aio.EOF:
-        try:
-            session.hear(neighbour, payload)
-        except RemoteProtocolError as error:
-            if error.rule is not None:
-                session.notice(neighbour, error.rule, known_by)
-            raise

@@ -11,11 +11,11 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError, StrangerError, Unavailable
-from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.nearby import NearStream
+from sottovoce_learner.peers import connection
+from sottovoce_learner.peers.in_process import NearStream
 from sottovoce_learner.session import Session
+from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc import principals
 from sottovoce_rpc.access import StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor
@@ -129,7 +129,7 @@ class Face:
         self, session: Session, stream: Context | NearStream, caller: principals.Principal | None
     ) -> None:
         async with beside(_replacement(session)):
-            await exchange.accept(session, stream, caller)
+            await connection.accept(session, stream, caller)
 
     async def _open(self, context: Context) -> None:
         """Send what opens the answers, before anything may end them.
@@ -179,7 +179,7 @@ class Face:
             session = self._in_run()
             if not session.role.spec.telemetry.predict:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
-            scores, labels, rounds = session.predict(from_tensor(request.features))
+            scores, labels, rounds = session.memory.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
     async def ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:

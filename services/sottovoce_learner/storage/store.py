@@ -1,4 +1,4 @@
-"""A learner's files in its state folder, open for writing: what is read from them is in `standing.py`.
+"""A learner's files in its state folder, open for writing: what is read from them is in `verify.py`.
 
 Written first is what others rest on: a line of the ledger before the log that it announces, an entry before the mark, and the
 mark before anything is seen. A death in between leaves more than was seen, never less.
@@ -6,90 +6,50 @@ mark before anything is seen. A death in between leaves more than was seen, neve
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import fcntl
+import hashlib
 import math
-import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+
+import structlog
 
 from sottovoce.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
 from sottovoce.running.participation import require_amendment
-from sottovoce_learner import lines as ledger_lines
-from sottovoce_learner.bodies import Grant, Said, Snapshot
-from sottovoce_learner.entries import Kind
-from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.lines import Held
-from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, put_away, sync_folder, write_snapshot
-from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
-from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, said, stand
+from sottovoce_learner.storage.ledger import (
+    CLOSED,
+    NO_RUN,
+    OPENED,
+    REPAIRED,
+    Facts,
+    LedgerLine,
+    Mark,
+    MarkFile,
+    append_line,
+    first_line,
+    read_lines,
+    require_readable,
+    write_mark,
+)
+from sottovoce_learner.storage.snapshot import Image, Unpackable, pack, packs_as, unpack
+from sottovoce_learner.storage.state_folder import Files, Held, hashed, host, replace_file, sync_folder
+from sottovoce_learner.storage.verify import Standing, stand
+from sottovoce_learner.storage.wal import About, Durability, Grant, Kind, Log, Reading, Said, Snapshot, put_away
+from sottovoce_rpc.logs import failure
+
+log = structlog.get_logger()
 
 SNAPSHOT_AFTER = 4 * 1024 * 1024
 SNAPSHOT_ROUNDS = 1_000
 """A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
 _A_ROUND = 2_048
 """Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
-
-
-class Claim:
-    """Exclusive use of a learner's files, until it is closed, or this process dies, however it does.
-
-    Args:
-        file: the lock, held.
-        files: of the learner.
-    """
-
-    def __init__(self, file: TextIO, files: Files) -> None:
-        self._file, self._files = file, files
-        self._lock = Held(Path(file.name), file.fileno())
-        self._held = [self._lock]
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def renew(self) -> None:
-        """Note which files stand there now: from now on they must stay."""
-        there = [path for path in (self._files.runs, self._files.mark) if path.exists()]
-        self._held = [self._lock, *map(Held, there)]
-
-    def require_in_place(self) -> None:
-        """Raise an error unless the files are still there: another folder in their place is another ledger.
-
-        Raises:
-            DataError: one was deleted, moved, replaced or cut.
-        """
-        for each in self._held:
-            each.require_in_place()
-
-    def close(self) -> None:
-        """Let another process be this learner."""
-        self._file.close()
-
-
-def claim(folder: Path, learner: str) -> Claim:
-    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
-
-    Raises:
-        NotReady: another process is this learner.
-    """
-    file = (folder / f"{learner}.lock").open("w", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise NotReady(
-            f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
-        ) from None
-    return Claim(file, Files(folder, learner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +101,7 @@ class RunLog:
         self._open = True
         self._grown = self._last_size = self._rounds = self._since = 0
         if reading is not None:
-            self._rounds = said(reading)
+            self._rounds = reading.said
             covered = reading.snapshot
             self._last_size = 0 if covered is None else covered.size
             self._grown = sum(len(entry.body) for entry in reading.entries)
@@ -195,7 +155,7 @@ class RunLog:
         """
         self._log.turn()
         self._grown = self._since = 0
-        return partial(write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
+        return partial(_write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
 
     def covered(self, snapshot: Snapshot) -> None:
         """A snapshot is written: what it stands in place of is deleted.
@@ -268,6 +228,86 @@ class RunLog:
         self._grown += len(body)
 
 
+def _write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:
+    """A snapshot's file, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    snapshot = Snapshot(covers, chain, hashlib.sha256(raw).digest(), len(raw), reserved)
+    replace_file(folder / snapshot.name, raw)
+    return snapshot
+
+
+class Snapshots:
+    """Takes a learner's snapshots, while its rounds go on.
+
+    Args:
+        learner: its name.
+        run_log: the log that they shorten.
+        names: as for `pack`.
+    """
+
+    def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
+        self._learner, self._log, self._names = learner, run_log, names
+        self._begun: tuple[Image, Callable[[bytes], Snapshot]] | None = None
+        self._wanted, self._possible = asyncio.Event(), True
+
+    @property
+    def due(self) -> bool:
+        """Should one be taken?"""
+        return self._possible and self._begun is None and self._log.due
+
+    def begin(self, image: Image) -> None:
+        """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
+        try:
+            self._begun = image, self._log.turn()
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+            return
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Finish those that were begun, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Write what is held on to, then let the log forget what was before. Where that fails, the log stays longer."""
+        if self._begun is None:
+            return
+        image, write = self._begun
+        try:
+            self._log.covered(await asyncio.to_thread(lambda: write(self._packed(image))))
+        except Unpackable as error:
+            self._possible = False
+            log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+        except Exception as error:  # noqa: BLE001 - of a state of somebody's own, or for want of memory: no reason to end the run
+            self._possible = False
+            log.error("no snapshots: the log stays whole", learner=self._learner, **failure(error))
+        finally:
+            self._begun = None
+
+    def _packed(self, image: Image) -> bytes:
+        """In a thread: its bytes, of which the same image can be made. What it stands in place of is then deleted.
+
+        Raises:
+            Unpackable: it cannot.
+        """
+        raw = pack(image, self._names)
+        try:
+            same = packs_as(raw, unpack(raw, self._names), self._names)
+        except DataError as error:
+            raise Unpackable(str(error)) from None
+        if not same:
+            raise Unpackable("a state must be what its fields say, and this one comes back as another")
+        return raw
+
+
 class Store:
     """The state of one learner. Only who has the claim on it may open it.
 
@@ -294,8 +334,18 @@ class Store:
         return math.fsum(run.spent for run in self._standing.runs() if run.run_id != but)
 
     def spent_since(self, moment: datetime, but: str) -> float:
-        """As `Standing.spent_since`."""
-        return self._standing.spent_since(moment, but)
+        """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end.
+
+        Args:
+            moment: since when.
+            but: a run.
+        """
+        standing, opened = self._standing, self._standing.opened
+        charges = (
+            [standing.log.spent] if opened is not None and opened.run_id != but and standing.log is not None else []
+        )
+        lines = (each for each in standing.lines if each.kind in (CLOSED, REPAIRED) and each.at >= moment)
+        return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
 
     def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
         """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
@@ -356,8 +406,7 @@ class Store:
     def end(self) -> None:
         """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""
         self._close(self._standing.opened)
-        with closing(MarkFile(self._files.mark)) as mark_file:
-            mark_file.settle(self._base())
+        write_mark(self._files.mark, self._base())
         self._forget_logs()
 
     def _forget_logs(self, but: Path | None = None) -> None:
@@ -377,23 +426,18 @@ class Store:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
         self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if standing is None:
-            facts = ledger_lines.dated(ledger_lines.first(secrets.token_hex(16), self._files.learner))
-            ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)
-        founded = Standing(self._files, None, tuple(ledger_lines.walk(self._files.runs.read_bytes())), None)
-        ledger_lines.require_readable(list(founded.lines), self._files.learner, self._files.runs)
-        first = founded.lines[0]
-        mark = Mark(bytes.fromhex(first.facts["store"]), host(), 1, first.chain)
-        with closing(MarkFile(self._files.mark)) as mark_file:
-            mark_file.settle(mark)
+            lines = append_line(self._files.runs, (), first_line(self._files.learner))
+        else:
+            lines = tuple(read_lines(self._files.runs.read_bytes()))
+        require_readable(lines, self._files.learner, self._files.runs)
+        mark = Mark(bytes.fromhex(lines[0].facts["store"]), host(), 1, lines[0].chain)
+        write_mark(self._files.mark, mark)
         sync_folder(self._files.folder)
-        return replace(founded, mark=mark), mark
+        return Standing(self._files, mark, lines, None), mark
 
-    def _note(self, facts: ledger_lines.Facts) -> None:
+    def _note(self, facts: Facts) -> None:
         """One more line; the mark follows when the run is open."""
-        last = self._standing.lines[-1]
-        raw, _ = ledger_lines.encode(ledger_lines.dated(facts), last.chain)
-        ledger_lines.append(self._files.runs, raw, last.end)
-        lines = tuple(ledger_lines.walk(self._files.runs.read_bytes()))
+        lines = append_line(self._files.runs, self._standing.lines, facts)
         self._standing = replace(self._standing, lines=lines)
 
     def _base(self) -> Mark:
@@ -410,7 +454,7 @@ def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path:
     """
     if found == replace(line, said=found.said, spent=found.spent):
         return False
-    rounds = (0, 0) if reading is None else (said(reading), done(reading))
+    rounds = (0, 0) if reading is None else (reading.said, reading.done)
     try:
         if (found.index, found.n_features, found.but_absences) != (line.index, line.n_features, line.but_absences):
             raise SpecError("a run cannot change but for its absences: start a new run")

@@ -43,7 +43,7 @@ class Plan:
     """
 
     def __init__(self, network: Network, index: int, digests: Digests, names: Sequence[str] = ()) -> None:
-        self._network, self._index, self._digests, self._names = network, index, digests, names
+        self._network, self.index, self._digests, self._names = network, index, digests, names
         self.neighbours = network.neighbours(index)
         """Everybody whom the learner hears or tells in some round."""
         self.announced = 0
@@ -68,7 +68,7 @@ class Plan:
         """How many are said in the first rounds: one for everybody who is told."""
         if self._always is not None:
             return rounds * len(self._always.told)
-        return sum(len(self._network.at(t).told_by(self._index)) for t in range(rounds))
+        return sum(len(self._network.at(t).told_by(self.index)) for t in range(rounds))
 
     def heard(self, t: int) -> Mapping[int, float]:
         """Whose messages round t needs."""
@@ -162,5 +162,5 @@ class Plan:
         return ", ".join(f"{called(self._names, j)} {heard[j]:.6g}" for j in sorted(heard)) or "nobody"
 
     def _part(self, t: int) -> _Part:
-        mixing, i = self._network.at(t), self._index
+        mixing, i = self._network.at(t), self.index
         return _Part(mixing.heard_by(i), mixing.told_by(i), float(mixing.own[i]))

@@ -1,7 +1,7 @@
 """Streams between learners of one process that show no identity: what is written to one end is read from the other.
 
 They take the place of the gRPC call that such a process would make to itself, and of nothing else: what both agree on first, what
-is said, heard, journaled, mirrored and said again is the same (`exchange.py`).
+is said, heard, journaled, mirrored and said again is the same (`connection.py`).
 """
 
 from __future__ import annotations

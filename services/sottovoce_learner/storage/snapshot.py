@@ -1,8 +1,8 @@
-"""Values as bytes and back, without pickle: what an algorithm's state is made of, in a snapshot.
+"""Snapshots: files that stand in place of the beginning of a log, so that neither the log nor its replay grows with the run.
 
-A tree of dataclasses, tuples, lists, dicts, numbers, texts and arrays becomes a JSON head that describes it, and behind that the
-arrays' raw numbers, each aligned. What is no data, such as the loss, is written as a name, and taken from the run again.
-Reading builds dataclasses alone, of modules that are imported already. No file, no clock.
+A snapshot is a value as bytes, without pickle: a tree of dataclasses, tuples, lists, dicts, numbers, texts and arrays becomes a
+JSON head that describes it, and behind that the arrays' raw numbers, each aligned. What is no data, such as the loss, is written
+as a name, and taken from the run again. Reading builds dataclasses alone, of modules that are imported already. No clock.
 """
 
 from __future__ import annotations
@@ -11,17 +11,75 @@ import json
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from sottovoce.errors import DataError
+from sottovoce.running.run import Run
+from sottovoce_learner.ingest.queue import Taken
+from sottovoce_learner.peers.signing import Vouched
+from sottovoce_learner.storage.state_folder import FORMAT, require_format
+from sottovoce_learner.storage.wal import Reading
 
-_MAGIC, FORMAT = b"sotto.s\0", 1
+_MAGIC = b"sotto.s\0"
 _HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
 _ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A learner right after it has said a round.
+
+    Attributes:
+        state: of the algorithm.
+        spent: epsilon of the run.
+        counts: records of each round that it has learned, as 32-bit numbers.
+        taken: its intake.
+        frames: what was said last, by round, as much of it as a neighbour may lack.
+        judged: records that it predicted before it learned them: those that it got right, and all.
+        vouched: digests of what it said, in the blocks that it signs or may sign again.
+        heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
+        messages: that it has said.
+    """
+
+    state: Any
+    spent: float
+    counts: bytes
+    taken: Taken
+    frames: tuple[tuple[int, bytes], ...]
+    judged: tuple[int, int]
+    vouched: Vouched
+    heard: tuple[bytes, ...] = ()
+    messages: int = 0
+
+
+def names_of(run: Run) -> dict[str, object]:
+    """What is no data in an algorithm's state, and is there again when the run is."""
+    return {"loss": run.loss, "algorithm": run.algorithm}
+
+
+def read_image(log: Reading, names: Mapping[str, object]) -> Image | None:
+    """What a log goes on from; None: from the start.
+
+    Args:
+        log: what is left of it.
+        names: as for `unpack`.
+
+    Raises:
+        DataError: another version wrote it.
+    """
+    if log.snapshot is None:
+        return None
+    image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
+    if not isinstance(image, Image):
+        raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
+    return image
+
+
+# ---- values as bytes -------------------------------------------------------------------------------------------------
 
 
 class Unpackable(TypeError):
@@ -89,8 +147,7 @@ def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
         raise DataError("a snapshot must begin with its mark, and this one does not")
     _, form, length = _HEAD.unpack_from(raw)
-    if form > FORMAT:
-        raise DataError(f"a snapshot has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce")
+    require_format("a snapshot", form)
     head = json.loads(raw[_HEAD.size : _HEAD.size + length])
     at = _HEAD.size + length
     starts = [at + -at % _ALIGNED]

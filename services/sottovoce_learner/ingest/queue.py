@@ -1,4 +1,4 @@
-"""The intake: records from the learner's owner, on their way to rounds. No network, no clock.
+"""The queue of records between the learner's owner and the rounds. No network, no clock.
 
 Every source counts its batches from 0, or says where each of its live records stands. What was taken in already is passed over, a
 gap between batches is refused, so a feeder that reconnects neither loses nor doubles a record.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class Taken:
     waiting: tuple[Batch, ...]
     rounds: IntArray
     sizes: IntArray
-    last: dict[str, int] = field(default_factory=dict)
-    records: int = 0
+    last: dict[str, int]
+    records: int
 
     def packed(self) -> tuple[Any, ...]:
         """For a snapshot: all records in one table."""
@@ -61,9 +61,28 @@ class Taken:
 
     @classmethod
     def unpacked(cls, value: tuple[Any, ...]) -> Taken:
-        """`packed` backwards; versions before live records wrote neither positions nor how many records there were."""
-        due, filled, count, rounds, sizes, rows, *more = value
-        return cls(due, filled, count, (Batch(*rows),) if rows else (), rounds, sizes, *more)
+        """`packed` backwards."""
+        due, filled, count, rounds, sizes, rows, last, records = value
+        return cls(due, filled, count, (Batch(*rows),) if rows else (), rounds, sizes, last, records)
+
+
+class New(NamedTuple):
+    """The records of a batch that were not taken in before.
+
+    Attributes:
+        source: where they come from.
+        position: of the last one in its source; None: the source counts batches.
+        first: the first round that they are for.
+        counts: records of each round from there on.
+        features, labels: of the records.
+    """
+
+    source: str
+    position: int | None
+    first: int
+    counts: list[int]
+    features: FloatArray
+    labels: FloatArray
 
 
 def intake_for(spec: RunSpec, n_features: int, attendance: Attendance | None = None) -> Intake:
@@ -90,7 +109,7 @@ class Intake(ABC):
     """
 
     def __init__(self, n_features: int, loss: Loss) -> None:
-        self._n_features, self._loss = n_features, loss
+        self.n_features, self._loss = n_features, loss
         self._next: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._nothing = Batch.empty(n_features)
@@ -102,7 +121,7 @@ class Intake(ABC):
     @property
     def held(self) -> int:
         """Bytes of the records that wait."""
-        return 8 * (self._n_features + 1) * self.waiting
+        return 8 * (self.n_features + 1) * self.waiting
 
     def next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
@@ -118,12 +137,8 @@ class Intake(ABC):
             return max(batch.positions) <= self._last.get(batch.source, -1)
         return batch.sequence < self.next_sequence(batch.source)
 
-    def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
-        """Take a batch in, whole or not at all; of one with positions, what is new.
-
-        Args:
-            batch: what came.
-            keep: called with the first round of a batch that is right, before it counts; what it raises leaves all as it was.
+    def prepare(self, batch: learner_pb2.SampleBatch) -> New | None:
+        """What is new in a batch, checked, and changes nothing; None: all of it was taken in already.
 
         Raises:
             NotReady: an earlier batch of the source is missing.
@@ -133,27 +148,36 @@ class Intake(ABC):
         """
         self._require_bounds(batch)
         if self.covers(batch):
-            return
+            return None
         due = self.next_sequence(batch.source)
         if not batch.positions and batch.sequence > due:
             raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
-        check_batch(features, labels, self._n_features, self._loss)
+        check_batch(features, labels, self.n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
         old = self._known(batch, len(labels))
-        keep(first)
-        self._file(first, counts, features[old:], labels[old:])
-        self._next[batch.source] = due + (not batch.positions)
-        if batch.positions:
-            self._last[batch.source] = batch.positions[-1]
+        position = batch.positions[-1] if batch.positions else None
+        return New(batch.source, position, first, counts, features[old:], labels[old:])
+
+    def add(self, new: New) -> None:
+        """Hold what is new for its rounds."""
+        self._file(new.first, new.counts, new.features, new.labels)
+        self._next[new.source] = self.next_sequence(new.source) + (new.position is None)
+        if new.position is not None:
+            self._last[new.source] = new.position
         self.batches += 1
-        self.records += len(labels) - old
+        self.records += len(new.labels)
+
+    def put(self, batch: learner_pb2.SampleBatch) -> None:
+        """Take a batch in, whole or not at all; of one with positions, what is new; errors as `prepare`."""
+        if (new := self.prepare(batch)) is not None:
+            self.add(new)
 
     def replay(self, first: int, batch: learner_pb2.SampleBatch) -> None:
-        """Take in again what was kept; errors as `put`.
+        """Take in again what was kept; errors as `prepare`.
 
         Args:
-            first: what `keep` was called with.
+            first: the first round that it was for.
             batch: what was kept.
         """
         self.put(batch)

@@ -1,0 +1,235 @@
+"""The inbox: what comes from neighbours is taken in, or the rule that it broke is noticed. No network, no clock.
+
+The rules. A neighbour says each round in which we hear it once, in order. It may be so many rounds ahead of us, never more:
+one where it needs our message of every round to go on, else what the round clock grants beyond the slowest learner.
+Whatever else comes is its error, and changes nothing here. A round that was said before is no misconduct: streams that break and
+are opened again may bring it twice.
+
+Where rounds go on without a neighbour that is late, its messages of rounds that are over still come, in order. The last one that
+is here may stand for the one that is missing, as long as it is not older than the clock lets anybody be ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import structlog
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
+from sottovoce.text import called
+from sottovoce_learner.peers.signing import Unsigned
+from sottovoce_learner.role import Role
+from sottovoce_rpc import principals
+from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.misconduct import KnownBy, Misconduct
+from sottovoce_rpc.signatures import Signed, digest, is_signature
+
+REMEMBERED = 1_024
+"""Rounds of a neighbour after which it is still noticed that it says another thing of one."""
+
+log = structlog.get_logger()
+
+V = TypeVar("V")
+
+
+class Inbox(Generic[V]):
+    """Messages of the current round and the next ones.
+
+    Args:
+        neighbours: indices of those whose messages may come.
+        heard: round to those whose messages it needs, some of `neighbours`.
+        ahead: rounds, the current one included, whose messages may come.
+        first_round: the round to begin with.
+        last: where rounds may go on without who is late: of each neighbour the last message that is here already, and its
+            round. None: they may not.
+        names: of the learners, by index, for errors.
+    """
+
+    def __init__(
+        self,
+        neighbours: Iterable[int],
+        heard: Callable[[int], Collection[int]],
+        ahead: int = 2,
+        first_round: int = 0,
+        *,
+        last: Mapping[int, tuple[int, V]] | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._names = names
+        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, last is not None
+        self._next = dict.fromkeys(neighbours, 0 if self._late else first_round)
+        self._heard: dict[int, dict[int, V]] = {}
+        self._last: dict[int, V] = {}
+        for j, (t, content) in (last or {}).items():
+            self._next[j], self._last[j] = t + 1, content
+        self._needed = len(heard(first_round))
+
+    def next_round(self, neighbour: int) -> int:
+        """The first round whose message of this neighbour is due, as far as it may be ahead.
+
+        Raises:
+            StrangerError: not a neighbour.
+        """
+        if neighbour not in self._next:
+            raise StrangerError(f"{called(self._names, neighbour)} is not a neighbour")
+        due, beyond = self._next[neighbour], self.round + self._ahead
+        if self._late:
+            return due if neighbour in self._heard_in(self.round) else beyond
+        due = max(due, self.round)
+        while due < beyond and neighbour not in self._heard_in(due):
+            due += 1
+        return due
+
+    def put(self, neighbour: int, t: int, sender: int, content: V) -> bool:
+        """Take what a message says in; True when the current round is now complete.
+
+        Raises:
+            RemoteProtocolError: sent in somebody else's name, or out of turn.
+        """
+        due = self.next_round(neighbour)
+        if sender != neighbour:
+            text = f"{called(self._names, neighbour)} sent a message in the name of {called(self._names, sender)}"
+            raise RemoteProtocolError(text, Rule.NAME)
+        if t != due or t >= self.round + self._ahead:
+            raise RemoteProtocolError(
+                f"{called(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
+                None if t < due else Rule.TURN,
+            )
+        self._next[neighbour] = t + 1
+        if t < self.round:
+            self._last[neighbour] = content
+        else:
+            self._heard.setdefault(t, {})[neighbour] = content
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        """True when everybody was heard whom the current round needs."""
+        return len(self._heard.get(self.round, ())) == self._needed
+
+    @property
+    def missing(self) -> list[int]:
+        """Neighbours not heard yet in the current round."""
+        return [j for j in self._heard_in(self.round) if self._next[j] <= self.round]
+
+    @property
+    def enough(self) -> bool:
+        """True when of everybody whom the current round needs a message is here, of this round or one not too long before."""
+        if not self._late:
+            return self.complete
+        oldest = max(self.round - self._ahead + 1, 0)
+        return all(self._next[j] > oldest for j in self._heard_in(self.round))
+
+    def take(self) -> dict[int, V]:
+        """The messages of the current round, where that is complete; the next round becomes the current one.
+
+        Else the last ones before it stand for those that are missing; there must be enough.
+        """
+        heard = self._heard.pop(self.round, {})
+        if self._late:
+            self._last.update(heard)
+            heard = {j: self._last[j] for j in self._heard_in(self.round)}
+        self.round += 1
+        self._needed = len(self._heard_in(self.round))
+        return heard
+
+
+class Received(NamedTuple):
+    """A neighbour's message: of which round, as it came, and what it says."""
+
+    round: int
+    frame: bytes
+    message: Message
+
+
+class Hearing:
+    """What a learner hears in a run.
+
+    Args:
+        role: of the learner.
+        codec: of the run.
+        inbox: which messages may come next.
+        credentials: of the learner: with an identity its neighbours must sign what they say.
+    """
+
+    def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
+        self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
+        self._said = dict[tuple[int, int], tuple[int, int]]()
+        self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
+        self._misconduct = dict[int, Misconduct]()
+        self.rules_broken = 0
+        """Messages that broke one, of whomever."""
+        self.messages = 0
+        """Messages that were taken in."""
+
+    def take(self, neighbour: int, payload: bytes) -> bool:
+        """Take a neighbour's message in, or its signature of several; True when by it the current round is complete.
+
+        Args:
+            neighbour: whose channel it is.
+            payload: as it came.
+
+        Raises:
+            EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
+            RemoteProtocolError: it is not what is due from this neighbour.
+            StrangerError: it is signed by somebody else.
+        """
+        if self._unsigned is not None and is_signature(payload):
+            self._check(self._unsigned, neighbour, Signed.decode(self._role.run_id, payload))
+            return False
+        t, sender, message = self._codec.decode(payload)
+        if self._unsigned is not None:
+            self._unsigned.require_signed(neighbour, t)
+        said = hash(payload)  # by a key of this process
+        try:
+            complete = self.inbox.put(neighbour, t, sender, Received(t, payload, message))
+        except RemoteProtocolError:
+            before = self._said.get((neighbour, t % REMEMBERED))
+            if sender == neighbour and before is not None and before[0] == t and before[1] != said:
+                name = called(self._role.spec.names, neighbour)
+                raise EquivocationError(f"{name} said two different things in round {t}") from None
+            raise
+        self._said[neighbour, t % REMEMBERED] = t, said
+        self.messages += 1
+        if self._unsigned is not None:
+            self._unsigned.heard(neighbour, t, digest(payload))
+        return complete
+
+    def _check(self, unsigned: Unsigned, neighbour: int, signed: Signed) -> None:
+        """A neighbour signs for itself, and what it said.
+
+        Raises:
+            StrangerError: somebody else does.
+            RemoteProtocolError: it signs something else.
+        """
+        if not unsigned.waits(neighbour, signed.statement.block):
+            return
+        signer, name = self._credentials.signer(signed), self._role.spec.names[neighbour]
+        if not signer.is_one_of(f"{principals.Role.LEARNER}/{name}"):
+            text = f"what {name} says must be signed by itself, got a signature of {signer}"
+            raise StrangerError(text, Rule.NAME)
+        unsigned.signed(neighbour, signed.statement)
+
+    @property
+    def owing(self) -> set[int]:
+        """Neighbours that have not signed all that was heard of them; where nothing is signed, nobody."""
+        return set() if self._unsigned is None else self._unsigned.owing
+
+    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy, *, ended: bool) -> bool:
+        """A neighbour broke a rule; True the first time, as long as the run goes on: what it says later tells nothing new."""
+        self.rules_broken += 1
+        if ended or neighbour in self._misconduct:
+            return False
+        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
+        self._misconduct[neighbour] = found
+        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
+        log.warning("misconduct", learner=self._role.name, neighbour=called(self._role.spec.names, neighbour), **told)
+        return True
+
+    @property
+    def misconduct(self) -> tuple[Misconduct, ...]:
+        """What was noticed: of each neighbour the first rule that it broke."""
+        return tuple(self._misconduct.values())

@@ -1,0 +1,293 @@
+"""Progress of a session: where it stands, which rounds it may run, what it waits for, since when, and how long it may.
+
+A wait begins when its cause begins in the round. What wakes the waiter in between, such as a grant that is not the last
+thing it needs, begins nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from sottovoce.errors import NotReady, RunOver, Unavailable
+from sottovoce.spec import ClockSpec
+from sottovoce.text import called, in_short
+from sottovoce_learner.role import Role
+from sottovoce_learner.storage.state_folder import DiskFull
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.looks import next_look
+from sottovoce_rpc.waiting import Cause, Waiting
+
+log = structlog.get_logger()
+
+TOLD_S = 1.0
+"""A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
+
+
+ROOM_S = 1.0
+"""Between tries to write to a disk that is full."""
+
+
+class Lifecycle:
+    """From connecting to the end of one session, and whether it is taken up again from there.
+
+    Args:
+        role: of the learner.
+        report: reports now where it stands.
+    """
+
+    def __init__(self, role: Role, report: Callable[[], None]) -> None:
+        self._role, self._report = role, report
+        self.state, self.detail = LearnerState.CONNECTING, ""
+        self._replaced, self._over = asyncio.Event(), asyncio.Event()
+
+    def become(self, state: LearnerState, t: int, detail: str = "") -> None:
+        """Another state, in this round."""
+        self.state, self.detail = state, detail
+        log.info("state", learner=self._role.name, state=state.name.lower(), round=t, detail=detail)
+        self._report()
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing more will be said."""
+        return not self.state.under_way
+
+    @property
+    def silent(self) -> bool:
+        """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
+        return self.ended and self.state is not LearnerState.FINISHED
+
+    def replace(self) -> None:
+        """Another session takes the run up."""
+        self._replaced.set()
+
+    async def replaced(self) -> Unavailable:
+        """Wait until another session does; what whoever deals with this one is told then."""
+        await self._replaced.wait()
+        return Unavailable("this learner takes the run up again")
+
+    def dismiss(self) -> None:
+        """The run is over for good: nobody will take it up again."""
+        self._over.set()
+
+    @property
+    def dismissed(self) -> bool:
+        """Is the run over for good?"""
+        return self._over.is_set()
+
+    async def over(self) -> RunOver:
+        """Wait until it is dismissed; what whoever brings records is told then."""
+        await self._over.wait()
+        return RunOver(self.ending, self._word)
+
+    @property
+    def ending(self) -> str:
+        """That the run is over, and how."""
+        return f"run {self._role.run_id} is over for this learner ({self._word})"
+
+    @property
+    def _word(self) -> str:
+        return self.state.name.lower().replace("_", " ")
+
+
+class Grants:
+    """The rounds that the coordinator's clock has granted, and what is reported because more of them, or a curve, hang on it.
+
+    Args:
+        clock: of the run.
+        learners: in it.
+        report: reports now how far the learner is.
+    """
+
+    def __init__(self, clock: ClockSpec, learners: int, report: Callable[[], None]) -> None:
+        self._clock, self._learners, self._report = clock, learners, report
+        self.until = 0
+        """Rounds below this one may be run."""
+        self._asked = self._filled = self._look = 0
+
+    def extend(self, until: int, filled: int) -> None:
+        """More rounds may be run; those below `filled` have their records."""
+        self.until = max(self.until, until)
+        self.fill(filled)
+
+    def fill(self, filled: int) -> None:
+        """Rounds below this one have their records. The clock may wait for those of the first round that is not granted."""
+        if self._clock.mode == "data" and self._filled <= self.until and filled > self._filled:
+            self._filled = filled
+            self._report()
+
+    def use(self, rounds: int) -> None:
+        """So many rounds are over: once per grant it is time for the next one, and ever more seldom for a look."""
+        if rounds >= self._look:
+            self._look = next_look(rounds, self._learners)
+            self._report()
+        if self._asked != self.until and 2 * (self.until - rounds) <= self._clock.window:
+            self._asked = self.until
+            self._report()
+
+
+class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
+    """One wait.
+
+    Attributes:
+        round: the learner's.
+        cause: what is missing.
+        alone: the coordinator is away: nobody brings grants to this learner, nor perhaps to those that it waits for.
+        since: when the cause began, in seconds of a monotonic clock.
+    """
+
+    round: int
+    cause: Cause
+    alone: bool
+    since: float
+
+    def limit_s(self, clock: ClockSpec) -> float:
+        """How long it may last, in seconds."""
+        if self.cause is Cause.DISK or (self.alone and self.cause is not Cause.RECORDS):
+            return clock.patience
+        due = clock.period_s if self.cause is not Cause.NEIGHBOUR else None  # paced: not before the period is over
+        return clock.deadline_s + (due or 0.0)
+
+    def told(self, clock: ClockSpec, now: float) -> bool:
+        """True once it has lasted so long that the coordinator should know."""
+        return now - self.since >= min(TOLD_S, clock.deadline_s / 4)
+
+
+def in_words(wait: Waiting, names: Sequence[str]) -> str:
+    """What is waited for, and of whom."""
+    of = f" ({in_short([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
+    return f"{wait.cause.value}{of} in round {wait.round}"
+
+
+def waiting(before: Wait | None, t: int, cause: Cause, now: float, *, alone: bool) -> Wait:
+    """The wait of a learner that lacks something now: the one that it was in, if that is the same."""
+    if before is not None and (before.round, before.cause, before.alone) == (t, cause, alone):
+        return before
+    return Wait(t, cause, alone, now)
+
+
+class Waits:
+    """The waits of a learner, one after the other.
+
+    Args:
+        clock: of the run.
+        unheard: neighbours that it waits for now.
+        names: of the run's learners.
+    """
+
+    def __init__(self, clock: ClockSpec, unheard: Callable[[], Iterable[int]], names: Sequence[str]) -> None:
+        self._clock, self._unheard, self._names = clock, unheard, names
+        self._waker: asyncio.Future[None] | None = None
+        self._alone = False
+        self.newest: Wait | None = None
+        """It may be over."""
+
+    def begin(self, t: int, cause: Cause) -> None:
+        """Something is awaited that comes without `wake`, and is said to be `over`."""
+        self.newest = waiting(self.newest, t, cause, time.monotonic(), alone=self._alone)
+
+    def over(self) -> None:
+        """What was awaited is there."""
+        self.newest = None
+
+    async def wait(self, t: int, cause: Cause) -> None:
+        """Until something comes that may be it.
+
+        Raises:
+            Unavailable: nothing has for too long.
+        """
+        self.begin(t, cause)
+        self._waker = asyncio.get_running_loop().create_future()
+        await self._waker
+
+    async def pause(self, t: int, cause: Cause, seconds: float) -> None:
+        """As `wait`, but only for a while."""
+        again = asyncio.get_running_loop().call_later(seconds, self.wake)
+        try:
+            await self.wait(t, cause)
+        finally:
+            again.cancel()
+
+    def wake(self) -> None:
+        """Something has come."""
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
+
+    def coordinated(self, *, away: bool) -> None:
+        """The coordinator is away, or back: what is waited for is waited for anew, with another patience."""
+        self._alone = away
+        self.wake()
+
+    def told(self, *, ended: bool) -> Waiting | None:
+        """What it has waited for, for so long that its coordinator should know; where the run has ended, what it gave up on."""
+        wait, waker = self.newest, self._waker
+        over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
+        if wait is None or over or (not ended and not wait.told(self._clock, time.monotonic())):
+            return None
+        return self._waiting(wait)
+
+    def _waiting(self, wait: Wait) -> Waiting:
+        return Waiting(wait.round, wait.cause, tuple(self._unheard()) if wait.cause is Cause.NEIGHBOUR else ())
+
+    def in_words(self) -> str:
+        """What it has waited for, as `told`; empty: nothing that need be told."""
+        wait = self.told(ended=False)
+        return "" if wait is None else in_words(wait, self._names)
+
+    async def watch(self) -> None:
+        """One watchdog instead of a timer per wait: rounds are too short for those."""
+        while True:
+            await asyncio.sleep(min(TOLD_S, self._clock.deadline_s / 4))
+            wait, waker = self.newest, self._waker
+            if wait is None or waker is None or waker.done():
+                continue
+            limit_s = wait.limit_s(self._clock)
+            if time.monotonic() - wait.since > limit_s:
+                text = f"waited {limit_s:g} s for {in_words(self._waiting(wait), self._names)}"
+                waker.set_exception(Unavailable(text))
+
+
+class Room:
+    """Room for what a learner writes of one kind.
+
+    Args:
+        learner: its name.
+        waits: what does, where there is none, in the log's words.
+        unwritten: what an error says of it.
+        pause: for so many seconds, until the next try.
+    """
+
+    def __init__(self, learner: str, waits: str, unwritten: str, pause: Callable[[float], Awaitable[None]]) -> None:
+        self._learner, self._waits, self._unwritten, self._pause = learner, waits, unwritten, pause
+        self.lacking = False
+        """Something waits for it."""
+
+    async def written(self, t: int, write: Callable[[], None]) -> None:
+        """Write; where there is no room, the same again, until there is.
+
+        Args:
+            t: the round that the learner is in.
+            write: what is to be done; whole or not at all.
+
+        Raises:
+            NotReady: it cannot be written.
+        """
+        try:
+            while True:
+                try:
+                    write()
+                except DiskFull:
+                    if not self.lacking:
+                        log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
+                    self.lacking = True
+                    await self._pause(ROOM_S)
+                except OSError as error:
+                    raise NotReady(f"{self._unwritten}: {error.strerror}") from None
+                else:
+                    return
+        finally:
+            self.lacking = False

@@ -1,0 +1,562 @@
+"""The write-ahead log of one learner in one run: chained entries, in segments that are allocated before they are written.
+
+A segment is a page that says whose it is and what its first entry stands behind, and entries after that. Nothing in a segment
+is ever changed. Space is allocated ahead, all zero, so that a sync has no metadata to write. An entry is, little endian and
+padded to 8 bytes,
+
+    length u32 | kind u8 | 0 | sequence u64 | round u64 | spent f64 | in all f64 | crc32 of body u32 | 0
+    body
+    chain 16
+
+with `chain_k = SHA-256(chain_{k-1} | header of entry k)[:16]`. The header holds the body's checksum, so an entry is right only
+behind exactly those that were before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from sottovoce_learner.storage.state_folder import (
+    FORMAT,
+    DiskFull,
+    Held,
+    chained,
+    content,
+    ending,
+    require_format,
+    sync_folder,
+)
+
+Durability = Literal["process", "power"]
+
+_MAGIC = b"sotto.l\0"
+PAGE = 4096
+AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
+"""Bytes allocated at a time, and those of a segment, unless one entry is longer."""
+_HEADER = struct.Struct("<IB3xQQddI4x")
+_GRANT = struct.Struct("<Qd")
+_INPUTS = struct.Struct("<QIIII")
+_SNAPSHOT = struct.Struct("<Q16s32sQ")
+CHAIN = 16
+START = bytes(CHAIN)
+"""What the first entry of all stands behind."""
+
+
+# ---- entries ---------------------------------------------------------------------------------------------------------
+
+
+class Kind(IntEnum):
+    """What an entry says; the numbers are those on disk."""
+
+    OPEN = 1
+    GRANT = 2
+    BATCH = 3
+    ROUND = 4
+    CLOSE = 5
+    SNAPSHOT = 6
+
+
+_KINDS = frozenset(Kind)
+
+
+class Entry(NamedTuple):
+    """One entry.
+
+    Attributes:
+        kind: what it says.
+        sequence: how many entries of the run stand before it.
+        round: that it is about.
+        spent: epsilon of the run, with what this entry charges.
+        in_all: epsilon of all runs of the learner, this one included.
+        body: by its kind: `Grant`, `Said`, `Snapshot`, records, or the spec.
+    """
+
+    kind: Kind
+    sequence: int
+    round: int
+    spent: float
+    in_all: float
+    body: bytes
+
+
+class Placed(NamedTuple):
+    """An entry where it was found.
+
+    Attributes:
+        entry: the entry.
+        chain: behind it.
+        end: first byte behind it.
+    """
+
+    entry: Entry
+    chain: bytes
+    end: int
+
+
+def encode_entry(entry: Entry, chain: bytes) -> tuple[bytes, bytes]:
+    """The bytes of an entry that stands behind `chain`, and the chain behind it."""
+    kind, sequence, t, spent, in_all, body = entry
+    header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
+    after = chained(chain, header)
+    return b"".join((header, body, bytes(-len(body) % 8), after)), after
+
+
+def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Placed]:
+    """All entries from a place on, up to the first that is not right: the next in number, whole, and behind `chain`."""
+    found: list[Placed] = []
+    while (body_at := at + _HEADER.size) <= len(raw):
+        length, kind, number, t, spent, in_all, checksum = _HEADER.unpack_from(raw, at)
+        chain_at = body_at + length + -length % 8
+        end = chain_at + CHAIN
+        if kind not in _KINDS or number != sequence or end > len(raw):
+            break
+        body, chain = raw[body_at : body_at + length], chained(chain, raw[at:body_at])
+        # The bytes without a meaning are zero, and under the chain or compared here: no bit may be another one.
+        if raw[chain_at:end] != chain or any(raw[body_at + length : chain_at]) or zlib.crc32(body) != checksum:
+            break
+        found.append(Placed(Entry(Kind(kind), number, t, spent, in_all, body), chain, end))
+        at, sequence = end, sequence + 1
+    return found
+
+
+class Grant(NamedTuple):
+    """What may be said before the next entry of its kind, reserved beforehand.
+
+    Attributes:
+        until: rounds below this one may be said.
+        epsilon: of the run, the most that their messages may bring it to.
+    """
+
+    until: int
+    epsilon: float
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        return _GRANT.pack(*self)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Grant:
+        """`encode` backwards."""
+        return cls(*_GRANT.unpack(body))
+
+
+NOTHING = Grant(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Names a file that stands in place of all entries up to one, and is deleted when the next such file is there.
+
+    Attributes:
+        covers: sequence number of that entry.
+        chain: behind it.
+        digest: SHA-256 of the file.
+        size: of the file, in bytes.
+        reserved: the last reservation up to there.
+    """
+
+    covers: int
+    chain: bytes
+    digest: bytes
+    size: int
+    reserved: Grant
+
+    @property
+    def name(self) -> str:
+        """Of the file, in the run's folder."""
+        return f"{self.covers:016d}.snapshot"
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        return _SNAPSHOT.pack(self.covers, self.chain, self.digest, self.size) + self.reserved.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Snapshot:
+        """`encode` backwards."""
+        covers, chain, digest, size = _SNAPSHOT.unpack_from(body)
+        return cls(covers, chain, digest, size, Grant.decode(body[_SNAPSHOT.size :]))
+
+
+class Said(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
+    """A round: what is said in it, and the inputs of the round before, from which it was made.
+
+    Attributes:
+        frame: the message, as it goes out; empty in the closing entry, after the last round.
+        heard: frames of the round before, as they came.
+        upto: batches that were in keeping when the round before took its records.
+        records: that the round before brought.
+        drawn: the noise of the message, where the state keeps some that no message shows.
+    """
+
+    frame: bytes
+    heard: tuple[bytes, ...] = ()
+    upto: int = 0
+    records: int = 0
+    drawn: bytes = b""
+
+    def before(self, frame: bytes, drawn: bytes = b"") -> Said:
+        """The round that is made from these inputs."""
+        return Said(frame, self.heard, self.upto, self.records, drawn)
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        length = len(self.heard[0]) if self.heard else len(self.frame)
+        head = _INPUTS.pack(self.upto, self.records, len(self.heard), length, len(self.drawn))
+        return b"".join((head, *self.heard, self.drawn, self.frame))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Said:
+        """`encode` backwards."""
+        upto, records, count, length, hidden = _INPUTS.unpack_from(body)
+        ends = [_INPUTS.size + k * length for k in range(count + 1)]
+        heard, frame_at = tuple(body[a:b] for a, b in pairwise(ends)), ends[-1] + hidden
+        return cls(body[frame_at:], heard, upto, records, body[ends[-1] : frame_at])
+
+
+# ---- what a log holds ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Whose log it is.
+
+    Attributes:
+        store: number of the learner's ledger, hexadecimal.
+        learner: its name.
+        run_id: the run.
+        durability: `process` survives the death of the writer; `power` is on the disk when `sync` returns.
+    """
+
+    store: str
+    learner: str
+    run_id: str
+    durability: Durability
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a log holds.
+
+    Attributes:
+        about: as its first segment says; None where there is none.
+        first: sequence number that its first entry must have; above 0 where a snapshot stands in place of what was before.
+        base: chain that its first entry stands behind.
+        entries: those that are right, oldest first.
+        chains: behind each of them.
+        path: the newest segment.
+        end: first byte of it behind the last right entry.
+    """
+
+    about: About | None
+    first: int
+    base: bytes
+    entries: tuple[Entry, ...]
+    chains: tuple[bytes, ...]
+    path: Path
+    end: int
+
+    @property
+    def next(self) -> int:
+        """The sequence number that is due."""
+        return self.first + len(self.entries)
+
+    @property
+    def folder(self) -> Path:
+        """Where it stands."""
+        return self.path.parent
+
+    def chain(self, sequence: int) -> bytes | None:
+        """What stands behind an entry; None where it is not there."""
+        at = sequence - self.first
+        if at == -1:
+            return self.base
+        return self.chains[at] if 0 <= at < len(self.chains) else None
+
+    @property
+    def uncovered(self) -> tuple[Entry, ...]:
+        """Entries that no snapshot stands in place of."""
+        return self.entries if self.snapshot is None else self.entries[self.snapshot.covers + 1 - self.first :]
+
+    def _newest(self, *kinds: Kind) -> Entry | None:
+        return next((entry for entry in reversed(self.entries) if entry.kind in kinds), None)
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest; None: nothing is missing before the first entry."""
+        newest = self._newest(Kind.SNAPSHOT)
+        return None if newest is None else Snapshot.decode(newest.body)
+
+    @property
+    def said(self) -> int:
+        """Rounds that were said."""
+        newest = self._newest(Kind.ROUND, Kind.SNAPSHOT)
+        return 0 if newest is None else newest.round + 1
+
+    @property
+    def done(self) -> int:
+        """Rounds that were said and learned."""
+        newest = self._newest(Kind.ROUND, Kind.SNAPSHOT, Kind.CLOSE)
+        return 0 if newest is None else newest.round
+
+    @property
+    def spent(self) -> float:
+        """Epsilon of the run."""
+        return self.entries[-1].spent if self.entries else 0.0
+
+    @property
+    def reserved(self) -> Grant:
+        """The last reservation."""
+        if (newest := self._newest(Kind.GRANT)) is not None:
+            return Grant.decode(newest.body)
+        return NOTHING if self.snapshot is None else self.snapshot.reserved
+
+
+def read_log(folder: Path) -> Reading:
+    """All that is right in a log; of one whose learner deletes segments meanwhile, what comes before the first of them.
+
+    Raises:
+        DataError: a segment is of a newer format.
+    """
+    about, entries, chains = None, [], []
+    path, end, first, base = folder / "none", 0, 0, START
+    due, chain = first, base
+    for segment in ending(folder, ".log"):
+        raw = content(segment)
+        facts = _facts(raw, segment)
+        if facts is not None and about is None:
+            due, chain = first, base = facts["sequence"], bytes.fromhex(facts["chain"])
+        if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
+            break
+        found = read_entries(raw, PAGE, due, chain)
+        about = about or About(**facts["about"])
+        entries += [placed.entry for placed in found]
+        chains += [placed.chain for placed in found]
+        path, end = segment, found[-1].end if found else PAGE
+        due, chain = due + len(found), found[-1].chain if found else chain
+    return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
+
+
+class EntryReader:
+    """Reads the entries of a log as they come, while its learner writes.
+
+    Args:
+        folders: where its segments stand: in the first of these folders that has one.
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
+        self._segment, self._first, self._base = 0, 0, START
+        self._at, self._sequence, self._chain = PAGE, 0, START
+
+    def new(self) -> Iterator[Entry]:
+        """Those that were not read yet."""
+        with suppress(FileNotFoundError):  # put away just now: it is found there at the next look
+            while self._begins(path := self._path(self._segment), self._first, self._base):
+                with path.open("rb") as file:
+                    file.seek(self._at)
+                    raw, start = file.read(), self._at
+                for placed in read_entries(raw, 0, self._sequence, self._chain):
+                    self._at, self._sequence, self._chain = start + placed.end, self._sequence + 1, placed.chain
+                    yield placed.entry
+                if not self._begins(self._path(self._segment + 1), self._sequence, self._chain):
+                    return
+                self._segment, self._first, self._base = self._segment + 1, self._sequence, self._chain
+                self._at = PAGE
+
+    def _path(self, segment: int) -> Path:
+        paths = [_path(folder, segment) for folder in self._folders]
+        return next((path for path in paths if path.exists()), paths[-1])
+
+    @staticmethod
+    def _begins(segment: Path, sequence: int, chain: bytes) -> bool:
+        """Does a segment begin with this entry, behind this chain? Raises `FileNotFoundError` where there is none."""
+        facts = _page(segment)
+        return facts is not None and (facts["sequence"], facts["chain"]) == (sequence, chain.hex())
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class _DiskSpace:
+    """Tells a disk that has no room from one that fails. Not of a sync: what that could not write may be lost."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull from None
+
+
+_disk_space = _DiskSpace()
+
+
+class Log:
+    """A log, open for writing. Every error of the system is passed on: what could not be written whole does not count.
+
+    Args:
+        folder: the run's, of this learner.
+        about: whose it is.
+        reading: what it holds already; None: it begins here.
+        kept: folder for what is forgotten; None: it is deleted.
+    """
+
+    def __init__(self, folder: Path, about: About, reading: Reading | None = None, kept: Path | None = None) -> None:
+        self.folder, self._about, self._kept = folder, about, kept
+        self.sequence, self.chain = 0, START
+        self._unsynced, self._doubtful = False, False
+        if reading is None or reading.about is None:
+            self._begin(0)
+            return
+        self.sequence, self._segment = reading.next, int(reading.path.stem)
+        self.chain = reading.chains[-1] if reading.chains else reading.base
+        self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
+        self._at = reading.end
+        try:
+            self._held = Held(reading.path, self._file)
+            self._wipe()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes) -> int:
+        """Write an entry; returns its sequence number. Only after `sync` does it survive what it must.
+
+        Raises:
+            DiskFull: there is no room for it.
+        """
+        raw, after = encode_entry(Entry(kind, self.sequence, t, spent, in_all, body), self.chain)
+        if self._at > PAGE and self._at + len(raw) > SEGMENT:
+            self.turn()
+        self._allocate(self._at + len(raw))
+        with _disk_space:
+            if os.pwrite(self._file, raw, self._at) != len(raw):
+                raise DiskFull
+        self._at, self.chain = self._at + len(raw), after
+        self.sequence += 1
+        self._unsynced = True
+        return self.sequence - 1
+
+    def sync(self) -> None:
+        """Let all that was written survive what it must.
+
+        Raises:
+            OSError: it does not, or an earlier sync failed: what that could not write may be gone, though this one would say that
+                all is well.
+        """
+        if self._doubtful:
+            raise OSError(errno.EIO, "an earlier sync failed")
+        if self._unsynced and self._about.durability == "power":
+            self._doubtful = True
+            os.fdatasync(self._file)
+            self._doubtful = False
+        self._unsynced = False
+
+    def require_in_place(self) -> None:
+        """Raise `DataError` unless what was written stands where a restart of the learner would look for it."""
+        self._held.require_in_place(self._allocated)
+
+    def forget(self, covers: int) -> None:
+        """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
+        segments = sorted(self.folder.glob("*.log"))
+        for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
+            if (_page(after) or {"sequence": 0})["sequence"] > covers + 1:
+                break
+            put_away(segment, self._kept)
+        for other in self.folder.glob("*.snapshot*"):
+            if other.name != f"{covers:016d}.snapshot":
+                other.unlink()
+
+    def close(self) -> None:
+        """Close the file; it stays on disk."""
+        os.close(self._file)
+
+    def turn(self) -> None:
+        """Go on in a new segment."""
+        self.sync()
+        old = self._file
+        self._begin(self._segment + 1)
+        os.close(old)
+
+    def _begin(self, number: int) -> None:
+        path = _path(self.folder, number)
+        with _disk_space:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with _disk_space:
+                os.posix_fallocate(file, 0, PAGE + AHEAD)
+                os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
+            os.fsync(file)
+            sync_folder(self.folder)
+            held = Held(path, file)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        self._file, self._at, self._allocated = file, PAGE, PAGE + AHEAD
+        self._segment, self._held = number, held
+
+    def _allocate(self, size: int) -> None:
+        if size > self._allocated:
+            wanted = size + AHEAD
+            with _disk_space:
+                os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
+            if self._about.durability == "power":
+                os.fsync(self._file)
+            self._allocated = wanted
+
+    def _wipe(self) -> None:
+        """What a torn write left behind the last entry is cut off: nothing rested on it."""
+        os.ftruncate(self._file, self._at)
+        self._allocated = self._at
+        with suppress(DiskFull):  # there will be room, or the next entry waits for it
+            self._allocate(self._at + 1)
+        for other in self.folder.glob("*.log"):
+            if int(other.stem) > self._segment:
+                other.unlink()
+
+
+def put_away(segment: Path, kept: Path | None) -> None:
+    """Delete a segment, or move it to a folder of the same disk."""
+    if kept is None:
+        segment.unlink()
+        return
+    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    segment.replace(kept / segment.name)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.log"
+
+
+def _header(about: About, sequence: int, chain: bytes) -> bytes:
+    facts = {"about": asdict(about), "sequence": sequence, "chain": chain.hex()}
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    head = _MAGIC + FORMAT.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def _page(segment: Path) -> dict[str, Any] | None:
+    """What a segment's first page says; None where it cannot be read."""
+    with segment.open("rb") as file:
+        return _facts(file.read(PAGE), segment)
+
+
+def _facts(raw: bytes, path: Path) -> dict[str, Any] | None:
+    end = 16 + int.from_bytes(raw[12:16], "little")
+    if not raw.startswith(_MAGIC) or zlib.crc32(raw[:end]).to_bytes(4, "little") != raw[end : end + 4]:
+        return None
+    require_format(path, int.from_bytes(raw[8:12], "little"))
+    facts: dict[str, Any] = json.loads(raw[16:end])
+    return facts
