@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax
 from sottovoce.spec import RunSpec
+from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.wording import NOTHING, count, number, plural
@@ -72,7 +72,7 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
             file.write(made.text.encode())
         _print_draft(made, console)
         console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
-    terminal.tell(lambda: {"out": out, "schema": yaml.safe_load(made.text)})
+    terminal.tell(lambda: {"out": out, "schema": parse_yaml(made.text)})
 
 
 def _print_draft(made: Draft, console: Console) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from sottovoce.data.folders import find
 from sottovoce.data.known import KNOWN, KnownSource
 from sottovoce.data.labels import alike
 from sottovoce.data.source import DataSpec
+from sottovoce.yaml_files import write_yaml
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import facts_of
 from sottovoce_client.data.catalogue import known as named
@@ -140,7 +140,7 @@ def example(source: str, table: RawTable, label: str | None = None) -> str:
         document["loss"] = {"kind": "ridge", "label_bound": bound or 1.0}
     elif len(classes) > 2:
         document["loss"] = {"kind": "softmax", "classes": len(classes)}
-    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True)
+    return write_yaml(document, flow=None)
 
 
 # ---- on the terminal -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from rich.console import Console
 
 from sottovoce.budget.composition import dearest_record, record_losses
@@ -27,6 +26,7 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce.table import Table
+from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short
@@ -115,7 +115,7 @@ def from_files(paths: Sequence[Path]) -> list[_Source]:
 
 def the_field() -> list[_Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
-    document = yaml.safe_load(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
+    document = parse_yaml(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
     return [(each["name"], partial(parse_spec, each, imports=True, source=each["name"])) for each in specs]
 

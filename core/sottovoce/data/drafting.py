@@ -6,12 +6,12 @@ public; and somebody who knows the field must put what is possible in place of w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from sottovoce.data import guessing
@@ -22,6 +22,7 @@ from sottovoce.data.guessing import ALWAYS, Drafted, Seen
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError
 from sottovoce.explaining import requirement
+from sottovoce.yaml_files import write_yaml
 
 _WIDE = 100
 """Characters of a line."""
@@ -86,13 +87,11 @@ def _commented(comment: str, entry: Any) -> str:
 
 def _dumped(entry: Any) -> str:
     """A mapping or a list as YAML: on a line where it is short."""
-    look: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": float("inf")}
     if isinstance(entry, dict) and len(entry) == 1:
-        line: str = yaml.safe_dump(entry, default_flow_style=True, **look)[1:-2]
+        line = write_yaml(entry, flow=True, width=sys.maxsize)[1:-2]
         if len(line) <= _WIDE and "\n" not in line:
             return f"{line}\n"
-    whole: str = yaml.safe_dump(entry, default_flow_style=False, **look)
-    return whole
+    return write_yaml(entry, width=sys.maxsize)
 
 
 def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:

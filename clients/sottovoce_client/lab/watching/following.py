@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
-import yaml
+from ruamel.yaml.error import YAMLError
 
 from sottovoce.errors import CaptureError
+from sottovoce.yaml_files import parse_yaml
 from sottovoce_client.scratch import scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
@@ -90,8 +91,8 @@ class InFolder:
 def _unrecorded(spec: Path) -> bool:
     """Whether a run that is written down here has no capture; what cannot be read says nothing."""
     try:
-        found = yaml.safe_load(spec.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        found = parse_yaml(spec.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError):
         return False
     return isinstance(found, dict) and found.get("capture", "none") == "none"
 
