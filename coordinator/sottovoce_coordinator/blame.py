@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sottovoce.network.roster import in_short
-from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_rpc.learner_status import Cause, Waiting
 
 _FEW = 10
 """Learners of whom all are named."""

@@ -19,10 +19,8 @@ from sottovoce_coordinator.joining import Member, Members
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.store import Store, whatever_disk
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.tasks import Tasks
-from sottovoce_rpc.waiting import Waiting
 
 log = structlog.get_logger()
 

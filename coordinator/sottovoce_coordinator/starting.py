@@ -22,8 +22,8 @@ from sottovoce_coordinator.recovering import recovered, require_in_run, require_
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
 from sottovoce_rpc.directives import Sent
-from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
+from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
 
 log = structlog.get_logger()

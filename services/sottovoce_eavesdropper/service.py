@@ -23,11 +23,9 @@ from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_rpc.access import NO_ONE, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.logs import log_start
-from sottovoce_rpc.metrics import Reading, common
+from sottovoce_rpc.logs import log_start, tell_if_open
+from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.private import tell_if_open
-from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import AROUND_BYTES, MOST_CALLS, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
 from sottovoce_rpc.status import answering

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sottovoce.spec import ClockSpec
-from sottovoce_rpc.looks import next_look
+from sottovoce_rpc.specs import next_look
 
 
 class Grants:

@@ -49,12 +49,10 @@ from sottovoce_learner.waiting import Waits
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Grant
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import Cause, KnownBy, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
-from sottovoce_rpc.misconduct import KnownBy
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
-from sottovoce_rpc.waiting import Cause, Waiting
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sottovoce.errors import Unavailable
 from sottovoce.network.roster import called, in_short
 from sottovoce.spec import ClockSpec
-from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_rpc.learner_status import Cause, Waiting
 
 TOLD_S = 1.0
 """A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""

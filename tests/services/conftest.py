@@ -11,7 +11,7 @@ from sottovoce_coordinator import captures
 from sottovoce_learner import exchange, following, mirror, waiting
 from sottovoce_learner.session import Session
 from sottovoce_rpc import server
-from sottovoce_rpc.misconduct import KnownBy
+from sottovoce_rpc.learner_status import KnownBy
 
 BACKOFF = "grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms"
 SOON_S = 0.05

@@ -38,10 +38,9 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc.directives import Assignment, Directive
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, given_up_soon, missed_soon, network, refused
