@@ -21,9 +21,8 @@ from sottovoce.errors import (
 )
 from sottovoce.network.roster import in_short
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
-from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 from sottovoce_coordinator.runs import missing
-from sottovoce_coordinator.store import Store
+from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S

@@ -148,7 +148,7 @@ def test_other_signals_end_it_as_ctrl_c_does(
         ("sottovoce_client.cli.pki", ["coordinator"]),
         ("sottovoce_coordinator.service", ["coordinator", "--listen", "127.0.0.1:0"]),
         ("sottovoce_learner.service", ["learner", "--name", "ann", "--coordinator", "127.0.0.1:9"]),
-        ("sottovoce_eavesdropper.foreign", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
+        ("sottovoce_eavesdropper.relay", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
     ],
 )
 def test_a_service_that_is_told_to_end_while_it_is_imported_ends_well(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce_coordinator.store import Claim, Membership
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.intake import Planned
 from sottovoce_learner.links import Link, _Stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
-from sottovoce_coordinator.fencing import Membership
+from sottovoce_coordinator.store import Membership
 from sottovoce_learner import store
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Planned

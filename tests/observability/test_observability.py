@@ -20,7 +20,7 @@ import yaml
 
 from sottovoce_client.lab.watching.view import Gauges
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
-from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_learner.service import measured
 from sottovoce_rpc.access import Refusals

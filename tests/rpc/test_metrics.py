@@ -18,7 +18,7 @@ import pytest
 
 from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
-from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc import metrics
 from sottovoce_rpc.access import CONDITION, ROLE, STRANGER, Refusals

@@ -22,7 +22,7 @@ from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
 from sottovoce_coordinator.runs import Overhearing
 from sottovoce_coordinator.store import KeptRun
-from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_learner.service import measured
 from sottovoce_rpc.access import Refusals

@@ -280,7 +280,7 @@ def eavesdropper_relay(
     config: ConfigFile = None,
 ) -> None:
     """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
-    from sottovoce_eavesdropper.foreign import ForeignConfig, serve
+    from sottovoce_eavesdropper.relay import ForeignConfig, serve
 
     relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
     _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level, log_format)

@@ -24,7 +24,7 @@ from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.lab.selftest.power import CONFIDENCE
 from sottovoce_client.lab.breaks.served import Served, served
 from sottovoce_client.lab.foreign.runs import read_runs
-from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 from sottovoce_rpc.server import listen_on
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
