@@ -14,7 +14,7 @@ import pytest
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.simulated import Tell, nobody
 from sottovoce_client.auditing.audit import on_simulator
-from sottovoce_client.counting import counted
+from sottovoce_client.backends import counted
 from sottovoce_client.running.sweep import sweep_saying
 from tests.core.test_experiment import small
 from tests.examples import made_up, small_run

@@ -347,8 +347,8 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     out = io.StringIO()
     monkeypatch.setattr(terminal, "console", lambda **_: Console(file=out, force_terminal=True, width=80))
     with terminal.bar("choosing") as say:
-        say("run 1,000 of 2,000 runs")
-        say("spec 1 of 2: 5 of 5 rounds")
+        say("simulating", 1_000, 2_000, "runs")
+        say("spec 1 of 2", 5, 5, "rounds")
         say("weighing")
     shown = out.getvalue()
     assert "choosing" in shown or "1,000 of 2,000" in shown
@@ -358,7 +358,7 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.bar("choosing") as say:
-        say("run 1 of 2")
+        say("simulating", 1, 2, "runs")
     assert capsys.readouterr() == ("", "")
 
 
@@ -395,7 +395,10 @@ class Told:
         self.said = said
 
     def __enter__(self) -> Any:
-        return self.said.append
+        return self.say
+
+    def say(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+        self.said.append(f"{what}: {done} of {of} {unit}" if of else what)
 
     def __exit__(self, *_: object) -> None:
         pass

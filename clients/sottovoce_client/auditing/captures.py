@@ -16,13 +16,14 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce_client.auditing.audit import AuditRequest, Say
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.ledger import Entry, read_ledger
 from sottovoce_client.auditing.promise import TAKEN, difference, require_promised
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, coins_of, pairs_of, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
+from sottovoce_client.terminal import Say
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
@@ -135,7 +136,7 @@ def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
         if len(together) == most:
             parts.append(_examined(plan, pair, together))
             together.clear()
-        say(f"reading captures: {k + 1:,} of {len(captures):,}")
+        say("reading", k + 1, len(captures), "captures")
     parts += [_examined(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")

@@ -22,13 +22,14 @@ from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import AuditRequest, Say, TableRow, coins_line, guess_row, print_verdict
+from sottovoce_client.auditing.audit import AuditRequest, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.channel import conversation, lines_of
 from sottovoce_client.auditing.document import attempts_of
 from sottovoce_client.auditing.network import made
 from sottovoce_client.auditing.started import Started
 from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.documents import write_json
+from sottovoce_client.terminal import Say
 from sottovoce_client.wording import at_best_line, ciphertext_line, count, plural
 from sottovoce_eavesdropper.records import Ciphertext
 

@@ -14,7 +14,7 @@ from sottovoce.arrays import IntArray
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import SottovoceError, SpecError
-from sottovoce_client.auditing.audit import Auditor, Say
+from sottovoce_client.auditing.audit import Auditor
 from sottovoce_client.auditing.captures import audit_of, find, require_heard
 from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger, tossed
 from sottovoce_client.auditing.started import Started, started
@@ -22,6 +22,7 @@ from sottovoce_client.auditing.worlds import Way, as_audited, coins_of, pairs_of
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
+from sottovoce_client.terminal import Say
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.storage import open_folder
 
@@ -189,6 +190,6 @@ def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callabl
         if done == 1:  # the services were still waking up
             began = now
         pace = (done - 1) / (now - began) if done > 1 else 0.0
-        say(f"run {done:,} of {runs:,}, {f'{pace:.2g} runs/s' if pace else 'the first one'}")
+        say("running", done, runs, f"runs, {pace:.2g} runs/s" if pace else "runs")
 
     return tell

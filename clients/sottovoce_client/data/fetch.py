@@ -25,7 +25,7 @@ from sottovoce.data.known import KnownSource, Original
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce_client.data.convert import convert
 from sottovoce_client.data.unpack import gunzip, unzip
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import scratch
 from sottovoce_rpc.addresses import place_of_url
 
 RETRIES = 2

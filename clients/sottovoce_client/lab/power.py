@@ -91,9 +91,9 @@ def measure_power(
     work += _serving(most, seed)
     found: list[Power] = []
     services: list[Served] = []
-    with terminal.bar(f"0 of {len(work)}") as say:
+    with terminal.bar("auditing") as say:
         for k, each in enumerate(side_by_side(work, backend, jobs)):
-            say(f"{k + 1} of {len(work)}")
+            say("auditing", k + 1, len(work), "pieces")
             if isinstance(each, Power):
                 found.append(each)
             else:

@@ -80,9 +80,9 @@ def self_test(
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
     outcomes: list[MutantOutcome] = []
     lots: list[Alarms] = []
-    with terminal.bar(f"0 of {len(work)}") as say:
+    with terminal.bar("auditing") as say:
         for k, result in enumerate(side_by_side(work, backend, jobs)):
-            say(f"{k + 1} of {len(work)}")
+            say("auditing", k + 1, len(work), "pieces")
             if isinstance(result, MutantOutcome):
                 outcomes.append(result)
             else:

@@ -151,7 +151,8 @@ def compare(
             first = first or spec
             require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
-                results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
+                told = partial(say, title, unit="rounds")
+                results.append(result_of(source, prepare(spec), replicas, seed, told))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
@@ -182,10 +183,6 @@ def require_same_records(data: DataSpec, first: DataSpec) -> None:
     for field in _SAME:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
-
-
-def _told(say: Callable[[str], None], title: str, done: int, rounds: int) -> None:
-    say(f"{title}: {done:,} of {rounds:,} rounds")
 
 
 def result_of(

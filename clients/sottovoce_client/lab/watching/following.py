@@ -13,7 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from sottovoce.errors import CaptureError
 from sottovoce.yaml_files import parse_yaml
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
