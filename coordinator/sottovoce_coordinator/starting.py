@@ -179,11 +179,11 @@ class Starter:
         async with self._courses.reserved(spec.names):
             self._require_lost(run_id)  # others may have taken it up meanwhile
             told = await self._members.until_told(spec.names, _JOINING_S, tell)
-            require_in_run(run_id, told)
+            _require_in_run(run_id, told)
             run = await asyncio.to_thread(_built, spec, request.n_features)
             book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
-            require_plan(run_id, plan_hash(plan, request.n_features), told)
+            _require_plan(run_id, plan_hash(plan, request.n_features), told)
             await self._require_newest(run_id, run, told)
             book.overhearing, uncaptured = await self._captures.recover(book)
             course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
@@ -303,7 +303,7 @@ def _built(spec: RunSpec, n_features: int) -> Run:
 # ---- runs that only learners know ------------------------------------------------------------------------------------
 
 
-def require_in_run(run_id: str, told: Sequence[Member]) -> None:
+def _require_in_run(run_id: str, told: Sequence[Member]) -> None:
     """Each of these learners has the log of a run: who has not would say its rounds again.
 
     Raises:
@@ -317,7 +317,7 @@ def require_in_run(run_id: str, told: Sequence[Member]) -> None:
         )
 
 
-def require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:
+def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:
     """What the run is to go on with is what its learners were told, by their ledgers.
 
     Raises:

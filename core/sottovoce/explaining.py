@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from sottovoce.registry import Registry, Section
+from sottovoce.registry import Registry, Section, Truth
 from sottovoce.yaml_files import write_yaml
 
 Place = tuple[int | str, ...]
@@ -161,6 +161,7 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
     if len(told) > 1 and all(each.startswith("must be ") for each in told):
         told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
     value = problem.get("input")
+    value = value.value if isinstance(value, Truth) else value
     if problem["type"] == "invalid_key":
         where = _where(place[:-1])
     subject = f"{where}: " if where else ""

@@ -8,11 +8,11 @@ that of a built-in class, one that an installed package offers (an entry point),
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Generic, Self, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -21,12 +21,11 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ModelWrapValidatorHandler,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from sottovoce.errors import SpecError
 
@@ -64,26 +63,50 @@ class Section(BaseModel):
         """The class for these fields, where one kind has several; they are not checked yet."""
         return cls
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Refuse true and false for a number, alone or in a list: Pydantic takes them for 1 and 0."""
-        section = handler(fields)
-        given = fields if isinstance(fields, Mapping) else {}
-        taken: list[tuple[tuple[int | str, ...], Any, Any]] = []
-        for name in (name for name in cls.model_fields if name in given):
-            value, read = given[name], getattr(section, name)
-            taken.append(((name,), value, read))
-            if isinstance(value, list | tuple) and isinstance(read, list | tuple):
-                taken += [((name, k), *pair) for k, pair in enumerate(zip(value, read, strict=False))]
-        wrong: list[InitErrorDetails] = [
-            {"type": f"{type(number).__name__}_type", "loc": place, "input": value}
-            for place, value, number in taken
-            if isinstance(value, bool) and type(number) in (int, float)
-        ]
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return section
+    def _numbers_are_not_true(cls, fields: Any) -> Any:
+        """Keep true and false from fields of numbers: Pydantic takes them for 1 and 0."""
+        if not isinstance(fields, Mapping):
+            return fields
+        known = cls.model_fields
+        return {name: _guarded(value, known[name]) if name in known else value for name, value in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """True or false where a number must stand: no number to Pydantic."""
+
+    value: bool
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _guarded(value: object, field: FieldInfo) -> object:
+    """A value of a document, or a list of such, in which true is a `Truth` where the field takes numbers and no text."""
+    listed = isinstance(value, list | tuple)
+    types = set(_types(field.annotation, listed=listed))
+    if types & {bool, str, Any, object} or not types & {int, float}:
+        return value
+    given = [
+        Truth(each) if isinstance(each, bool) else each
+        for each in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return given if listed else given[0]
+
+
+def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
+    """What a value of an annotation may be, or the values of a list of it."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (tuple, list):
+        for each in inner if listed else ():
+            yield from (*_types(each, listed=False), *_types(each, listed=True))
+    elif inner:
+        for each in () if origin is Literal else inner[:1] if origin is Annotated else inner:
+            yield from _types(each, listed=listed)
+    elif not listed:
+        yield annotation
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -188,7 +188,7 @@ async def start_server(
         Unavailable: the address cannot be listened on.
     """
     secured = credentials.of_server(require_address(listen, "--listen", listen=True))
-    interceptors = [access := Access(credentials, max_message=max_message), Decoding(MAX_CONTROL)]
+    interceptors = [access := Access(credentials, max_message=max_message), _Decoding(MAX_CONTROL)]
     server = grpc.aio.server(
         interceptors=interceptors, options=limited(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MOST_CALLS
     )
@@ -323,7 +323,7 @@ _WITH_RECORDS = frozenset({"/sottovoce_wire.v1.Learner/Predict"})
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Decoding(grpc.aio.ServerInterceptor):
+class _Decoding(grpc.aio.ServerInterceptor):
     """Reads single requests in gRPC's place, which answers UNKNOWN, with the text of an exception, and logs a traceback.
 
     Messages of a stream are read where they are asked for, and refused there (`answering`).

@@ -30,6 +30,7 @@ from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.launch import run_async
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
+from tests.client.progress import Reported
 
 LINE = "sottovoce: interrupted\n"
 SPEC: dict[str, Any] = {"rounds": 6, "learners": 3, "algorithm": "ldp-dol", "data": {"source": "breast_cancer"}}
@@ -379,7 +380,7 @@ def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_takes_long_says_how_far_it_is(
     words: list[str], last: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    said = Reported()
     monkeypatch.setattr(terminal, "bar", lambda what: Told(said))
     done = CliRunner().invoke(
         app, [spec if word == "SPEC" else word for word in [*words, "--out", str(tmp_path / "o")]]
@@ -391,14 +392,11 @@ def test_what_takes_long_says_how_far_it_is(
 class Told:
     """In place of a bar: keeps what it is told."""
 
-    def __init__(self, said: list[str]) -> None:
+    def __init__(self, said: Reported) -> None:
         self.said = said
 
     def __enter__(self) -> Any:
-        return self.say
-
-    def say(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
-        self.said.append(f"{what}: {done} of {of} {unit}" if of else what)
+        return self.said.say
 
     def __exit__(self, *_: object) -> None:
         pass
