@@ -29,6 +29,7 @@ from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
 from sottovoce_client.lab.breaks.network import BASE, made_with, plan_beside_numbers
 from sottovoce_client.lab.gallery.gallery import gallery_of
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
+from sottovoce_client.terminal import say_nothing
 from sottovoce_eavesdropper.storage import open_folder
 
 BROKEN = {each.name: each for each in BY_WIRETAP}
@@ -51,7 +52,7 @@ def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
             for world in (0, 1)
         }
         usual = {world: statistics.median(counts) for world, counts in heard.items()}
-        return audit_ciphertext(plan, made, 1, lambda what: None), usual
+        return audit_ciphertext(plan, made, 1, say_nothing), usual
 
 
 @pytest.mark.slow
@@ -72,7 +73,7 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
     plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with made_with(BROKEN["another connection"], plan, "relay") as made:
-        assert audit_of(plan, made, "relays", lambda what: None).verdict.kind != "refuted"
+        assert audit_of(plan, made, "relays", say_nothing).verdict.kind != "refuted"
 
 
 @pytest.mark.slow
@@ -131,7 +132,7 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        from_captures(str(out), AuditRequest(), prepare, lambda text: None)
+        from_captures(str(out), AuditRequest(), prepare, say_nothing)
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))

@@ -31,6 +31,7 @@ from sottovoce_client.lab.breaks.learners import BrokenService, Noised, learners
 from sottovoce_client.lab.breaks.served import Served, served
 from sottovoce_client.running.local import issue_local
 from sottovoce_client.running.operate import run_on
+from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
@@ -69,7 +70,7 @@ def measure_on_network(
     def found_by(runs: int, each: int) -> str:
         plan = plan_beside_numbers(BASE, runs, each, learner=ACCEPTING)
         with made_with(broken, plan, "relay") as made:
-            return _found_by(audit_of(plan, made, "real services", lambda what: None))
+            return _found_by(audit_of(plan, made, "real services", say_nothing))
 
     return served(blank, found_by, rungs, seed)
 
@@ -83,7 +84,7 @@ def measure_by_wiretap(
     def found_by(runs: int, each: int) -> str:
         plan = plan_beside_numbers(BASE, runs, each)
         with made_with(broken, plan, "wiretap") as made:
-            done = audit_ciphertext(plan, made, each, lambda what: None)
+            done = audit_ciphertext(plan, made, each, say_nothing)
         return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
 
     return served(blank, found_by, rungs, seed)
