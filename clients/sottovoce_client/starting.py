@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -496,4 +495,4 @@ def _relative(path: Path, folder: Path) -> str:
 
 def _flow(value: Any) -> str:
     """A value on one line of YAML."""
-    return write_yaml(value, flow=True, width=sys.maxsize).removesuffix("\n")
+    return write_yaml(value, flow=True).removesuffix("\n")

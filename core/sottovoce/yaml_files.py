@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,17 +98,16 @@ def parse_yaml(text: str) -> Any:
     return reader.load(text)
 
 
-def write_yaml(value: object, *, flow: bool | None = False, width: int = 80) -> str:
-    """Write a value as YAML, mappings in their own order.
+def write_yaml(value: object, *, flow: bool | None = False) -> str:
+    """Write a value as YAML: mappings in their own order, no line broken.
 
     Args:
         value: of mappings, lists, texts and numbers.
         flow: with braces and brackets; None: in those that hold no others.
-        width: of a line, after which it is broken at a blank.
     """
     writer, text = _yaml(), io.StringIO()
     writer.Representer = _Representer
-    writer.default_flow_style, writer.width = flow, width
+    writer.default_flow_style, writer.width = flow, sys.maxsize
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.dump(value, text)
     return text.getvalue().removesuffix("...\n")

@@ -6,7 +6,6 @@ public; and somebody who knows the field must put what is possible in place of w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import indent
@@ -88,10 +87,10 @@ def _commented(comment: str, entry: Any) -> str:
 def _dumped(entry: Any) -> str:
     """A mapping or a list as YAML: on a line where it is short."""
     if isinstance(entry, dict) and len(entry) == 1:
-        line = write_yaml(entry, flow=True, width=sys.maxsize)[1:-2]
+        line = write_yaml(entry, flow=True)[1:-2]
         if len(line) <= _WIDE and "\n" not in line:
             return f"{line}\n"
-    return write_yaml(entry, width=sys.maxsize)
+    return write_yaml(entry)
 
 
 def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:

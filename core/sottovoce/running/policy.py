@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -345,7 +344,7 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
             lines += [f"{indent}{name}:", *_clauses(value, f"{indent}  ")]
         else:
             line = {name: section.model_dump(mode="json")[name]}
-            lines.append(indent + write_yaml(line, flow=True, width=sys.maxsize).strip()[1:-1])
+            lines.append(indent + write_yaml(line, flow=True).strip()[1:-1])
         yield "\n".join(lines)
 
 
