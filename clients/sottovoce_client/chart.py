@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import yaml
-
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec
+from sottovoce.yaml_files import write_yaml
 
 HEADER = """\
 # Written by `sottovoce spec values`. Values of your own go into another file: helm install -f THIS -f YOURS.
@@ -57,12 +56,7 @@ def chart_values(specs: Sequence[RunSpec], own: Collection[str] = (), *, coordin
 
 def as_yaml(values: dict[str, Any]) -> str:
     """Values as a file for `helm install -f`."""
-
-    class _Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return HEADER + yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True)
+    return HEADER + write_yaml(values, flow=None)
 
 
 def _edges(specs: Sequence[RunSpec]) -> list[list[str]]:

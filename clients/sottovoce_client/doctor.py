@@ -30,15 +30,15 @@ from sottovoce_client.feeding.sinks import HTTP
 from sottovoce_client.wording import count
 from sottovoce_learner.storage.verify import Ledger, verify
 from sottovoce_rpc.access import NOT_BELIEVED
+from sottovoce_rpc.addresses import is_loopback
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials
-from sottovoce_rpc.early import answered
-from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.logs import open_to_others
+from sottovoce_rpc.metrics import Scraped
 from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.private import open_to_others
-from sottovoce_rpc.scraping import Scraped
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error, handshake
+from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]

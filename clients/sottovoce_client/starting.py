@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 
 from sottovoce.budget.calibration import ROUNDS, epsilons, first_spec
 from sottovoce.data.cells import normal
@@ -24,6 +23,7 @@ from sottovoce.errors import SpecError
 from sottovoce.running.placement import place
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, load_schema, parse_spec
+from sottovoce.yaml_files import write_yaml
 from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
 
@@ -494,5 +494,4 @@ def _relative(path: Path, folder: Path) -> str:
 
 def _flow(value: Any) -> str:
     """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return write_yaml(value, flow=True).removesuffix("\n")

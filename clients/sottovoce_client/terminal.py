@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from pydantic_core import to_json
 from rich import box
@@ -24,7 +23,6 @@ from rich.table import Table
 
 from sottovoce.text import plain_lines
 
-_COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
 _DRAWN_S = 0.1
 """A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""
 
@@ -136,29 +134,34 @@ def said_if_long(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def bar(what: str) -> Iterator[Callable[[str], None]]:
-    """A bar with the time left, on standard error until the block ends; nothing where that is no terminal.
+class Say(Protocol):
+    """Reports progress: `say("simulating", 40, 500, "rounds")` fills a bar; without numbers the bar moves."""
 
-    What is given is told what is being done: `simulating: 40 of 500 rounds` fills the bar, what counts nothing lets it move.
-    """
+    def __call__(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None: ...
+
+
+def say_nothing(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+    """Report nothing."""
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Say]:
+    """Show a progress bar with the time left on standard error until the block ends; nothing where that is no terminal."""
     shown = console(stderr=True)
     if not shown.is_terminal:
-        yield lambda what: None
+        yield say_nothing
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=shown, transient=True, redirect_stdout=False) as progress:
         task, due = progress.add_task(what, total=None), 0.0
 
-        def say(what: str) -> None:
+        def say(what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
             nonlocal due
-            counted = _COUNTED.findall(what)
-            if not counted:
+            if not of:
                 progress.reset(task, total=None, description=what)
-            elif time.monotonic() >= due or counted[-1][0] == counted[-1][1]:
+            elif time.monotonic() >= due or done == of:
                 due = time.monotonic() + _DRAWN_S
-                done, of = (int(number.replace(",", "")) for number in counted[-1])
-                progress.update(task, completed=done, total=of, description=what)
+                progress.update(task, completed=done, total=of, description=f"{what}: {done:,} of {of:,} {unit}")
 
         yield say
 

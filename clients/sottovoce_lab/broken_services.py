@@ -36,8 +36,9 @@ from sottovoce_client.auditing.started import Started, started
 from sottovoce_client.auditing.worlds import Entry, Way, as_audited
 from sottovoce_client.running.local import issue_local
 from sottovoce_client.running.operate import run_on
+from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
-from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BrokenService, Noised, learners_of
@@ -81,7 +82,7 @@ def measure_on_network(
     def found_by(runs: int, each: int) -> str:
         plan = plan_beside_numbers(BASE, runs, each, learner=_ACCEPTING)
         with made_with(broken, plan, "relay") as made:
-            return _found_in_audit(audit_of(plan, made, "real services", lambda what: None))
+            return _found_in_audit(audit_of(plan, made, "real services", say_nothing))
 
     return served(blank, found_by, rungs, seed)
 
@@ -95,7 +96,7 @@ def measure_by_wiretap(
     def found_by(runs: int, each: int) -> str:
         plan = plan_beside_numbers(BASE, runs, each)
         with made_with(broken, plan, "wiretap") as made:
-            done = audit_ciphertext(plan, made, each, lambda what: None)
+            done = audit_ciphertext(plan, made, each, say_nothing)
         return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
 
     return served(blank, found_by, rungs, seed)

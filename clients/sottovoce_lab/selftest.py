@@ -140,10 +140,10 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
 def side_by_side(work: Sequence[Callable[[], _Result]], backend: Backend, jobs: int | None) -> list[_Result]:
     """Do all pieces of work, some at a time, and return their results in order; a bar shows how many are done."""
     results: list[_Result] = []
-    with terminal.bar(f"0 of {len(work)}") as say, mapper_over(backend, jobs) as over:
+    with terminal.bar("auditing") as say, mapper_over(backend, jobs) as over:
         for result in over(operator.call, work):
             results.append(result)
-            say(f"{len(results)} of {len(work)}")
+            say("auditing", len(results), len(work), "pieces")
     return results
 
 

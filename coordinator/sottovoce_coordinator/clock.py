@@ -3,13 +3,25 @@
 A grant says that rounds below some number may be run. Inside it learners synchronise with their neighbours alone, so the
 clock costs nothing as long as the next grant is there before the last one is used up. No grant reaches further than a window
 beyond the slowest learner: what is on its way between two learners is bounded, whoever waits for whom.
+
+Stragglers (who holds a run up) are the sinks of the wait-for graph: a learner that waits for a neighbour is not to blame for
+it. Following the waits leads to a learner that is gone, has no records, or waits for none; or round in a circle, where
+messages do not pass.
+
+Evictions follow accusations of most neighbours. Nothing proves what a learner reports of its neighbour: no message comes by
+here, and either of the two may lie. So one voice counts for nothing, and several only where they are most of those who can
+tell.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from sottovoce.spec import ClockSpec
+from sottovoce.text import in_short
+from sottovoce_rpc.learner_status import Cause, Waiting
 
 
 class _Slowest:
@@ -84,3 +96,109 @@ class RoundClock:
     def _grant(self, until: int) -> int:
         self.granted = max(self.granted, min(until, self._rounds))
         return self.granted
+
+
+# ---- stragglers ------------------------------------------------------------------------------------------------------
+
+
+_FEW = 10
+"""Learners of whom all are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one learner stands in a run.
+
+    Attributes:
+        name: the learner's.
+        round: rounds that it has done.
+        away: its stream has ended.
+        waiting: what it has said that it waits for; None: nothing.
+        starved: no round is granted because it has no records.
+    """
+
+    name: str
+    round: int
+    away: bool = False
+    waiting: Waiting | None = None
+    starved: bool = False
+
+
+def blamed(standings: Sequence[Standing], who: int) -> tuple[int, ...]:
+    """Indices of those because of whom learner `who` waits: those who are gone, else the furthest behind; or a circle."""
+    reached = {who} | _beyond(standings, who)
+    sinks = [i for i in sorted(reached) if not _waited_for(standings, i)]
+    if not sinks:
+        return tuple(i for i in sorted(reached) if i in _beyond(standings, i))
+    found = [i for i in sinks if standings[i].away] or sinks
+    least = min(standings[i].round for i in found)
+    return tuple(i for i in found if standings[i].away or standings[i].round == least)
+
+
+def _beyond(standings: Sequence[Standing], who: int) -> set[int]:
+    """Everybody to whom the waits of a learner lead; itself, too, where they go round in a circle."""
+    reached, due = set[int](), _waited_for(standings, who)
+    while due:
+        if (i := due.pop()) not in reached:
+            reached.add(i)
+            due += _waited_for(standings, i)
+    return reached
+
+
+def in_words(standings: Sequence[Standing], found: Sequence[int]) -> str:
+    """What is wrong with those who were `blamed`."""
+    first = standings[found[0]]
+    names, are = _named(standings, found), "is" if len(found) == 1 else "are"
+    if first.away:
+        return f"{names} {are} gone since round {first.round}"
+    if first.starved or (first.waiting is not None and first.waiting.cause is Cause.RECORDS):
+        return f"{names} {'has' if len(found) == 1 else 'have'} no records for round {first.round}"
+    if len(found) > 1 and first.waiting is not None and first.waiting.cause is Cause.NEIGHBOUR:
+        return f"no messages pass between {names} in round {min(standings[i].round for i in found)}"
+    if first.waiting is not None:
+        return f"{names} waited for {first.waiting.cause.value} in round {first.round}"
+    return f"{names} {are} silent in round {first.round}"
+
+
+def _waited_for(standings: Sequence[Standing], who: int) -> list[int]:
+    """Those whom a learner waits for; none: it is a sink."""
+    own = standings[who]
+    if own.away or own.waiting is None:
+        return []
+    others = [i for i in range(len(standings)) if i != who]
+    match own.waiting.cause:
+        case Cause.NEIGHBOUR:
+            return [i for i in own.waiting.neighbours if i < len(standings)]
+        case Cause.GRANT if not own.starved:  # the clock waits for whoever is furthest behind
+            return [i for i in others if standings[i].starved or standings[i].round < own.round]
+    return []
+
+
+def _named(standings: Sequence[Standing], found: Sequence[int]) -> str:
+    *names, last = (standings[i].name for i in found)
+    if len(names) >= _FEW:
+        return in_short([*names, last])
+    return f"{', '.join(names)} and {last}" if names else last
+
+
+# ---- evictions -------------------------------------------------------------------------------------------------------
+
+
+LEAST = 2
+"""Voices without which nobody leaves."""
+
+
+def convicted(accusations: Iterable[tuple[int, int]], neighbours: Sequence[Collection[int]]) -> frozenset[int]:
+    """Indices of those whom more than half of their neighbours accuse, and at least `LEAST`.
+
+    Args:
+        accusations: who accuses whom.
+        neighbours: by index, those of a learner who are still in the run: nobody else has a voice.
+    """
+    against: dict[int, set[int]] = {}
+    for by, whom in accusations:
+        if by in neighbours[whom]:
+            against.setdefault(whom, set()).add(by)
+    return frozenset(
+        i for i, voices in against.items() if len(voices) >= LEAST and 2 * len(voices) > len(neighbours[i])
+    )

@@ -16,10 +16,8 @@ from sottovoce.text import in_short
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Sent, Stop
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.looks import next_look
-from sottovoce_rpc.misconduct import noticed_of
-from sottovoce_rpc.specs import run_named, spec_to_wire
+from sottovoce_rpc.learner_status import LearnerStatus, noticed_of
+from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 MOST_RUNS = 32

@@ -21,13 +21,12 @@ from sottovoce.errors import (
 )
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce.text import in_short
-from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 from sottovoce_coordinator.runs import missing
-from sottovoce_coordinator.store import Store
+from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
-from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S
+from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
 
 _LONGEST_ADDRESS = 300

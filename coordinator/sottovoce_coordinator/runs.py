@@ -11,14 +11,10 @@ from sottovoce.network.network import Digests
 from sottovoce.network.roster import Attendance
 from sottovoce.network.weights import Mixing
 from sottovoce.running.run import Run
-from sottovoce_coordinator.blame import Standing, blamed, in_words
-from sottovoce_coordinator.clock import RoundClock
-from sottovoce_coordinator.convicting import convicted
+from sottovoce_coordinator.clock import RoundClock, Standing, blamed, convicted, in_words
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Sent, Stop
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.waiting import Cause, Waiting
 
 
 class RunState(Enum):

@@ -23,18 +23,13 @@ from sottovoce_coordinator.store import Store
 from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
-from sottovoce_rpc.early import to_caller
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.logs import log_start, worded_by_us
-from sottovoce_rpc.metrics import Reading, common
-from sottovoce_rpc.misconduct import noticed_in
+from sottovoce_rpc.learner_status import LearnerStatus, Waiting, noticed_in
+from sottovoce_rpc.logs import log_start, tell_if_open, worded_by_us
+from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.private import tell_if_open
-from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, shortened
-from sottovoce_rpc.tasks import Tasks, beside
-from sottovoce_rpc.waiting import Waiting
+from sottovoce_rpc.tasks import Tasks, beside, to_caller
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()

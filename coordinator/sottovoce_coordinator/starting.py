@@ -1,4 +1,9 @@
-"""How runs come to be under way: asked for by an operator, left by a coordinator before this one, or known to learners alone."""
+"""How runs come to be under way: asked for by an operator, left by a coordinator before this one, or known to learners alone.
+
+A run that only its learners know, since the state of its coordinator is lost, is put together from their reports. Each
+learner reports how far it was granted and which rounds it has sent, and sends nothing again, so the most that any of them
+knows is enough to go on, once all have reported.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,17 @@ import structlog
 from sottovoce.errors import AlreadyExists, NotReady, SottovoceError, SpecError
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
+from sottovoce.text import in_short
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
 from sottovoce_coordinator.joining import Member, Members
-from sottovoce_coordinator.recovering import recovered, require_in_run, require_newest, require_plan
-from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store
 from sottovoce_rpc.directives import Sent
-from sottovoce_rpc.early import Tell, if_long
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
+from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
 
 log = structlog.get_logger()
@@ -173,11 +179,11 @@ class Starter:
         async with self._courses.reserved(spec.names):
             self._require_lost(run_id)  # others may have taken it up meanwhile
             told = await self._members.until_told(spec.names, _JOINING_S, tell)
-            require_in_run(run_id, told)
+            _require_in_run(run_id, told)
             run = await asyncio.to_thread(_built, spec, request.n_features)
             book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
-            require_plan(run_id, plan_hash(plan, request.n_features), told)
+            _require_plan(run_id, plan_hash(plan, request.n_features), told)
             await self._require_newest(run_id, run, told)
             book.overhearing, uncaptured = await self._captures.recover(book)
             course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
@@ -292,3 +298,77 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if (edges := len(run.network.edges)) > MOST_EDGES:
         raise SpecError(f"a coordinator serves at most {MOST_EDGES} edges, got {edges}: take fewer, or simulate them")
     return run
+
+
+# ---- runs that only learners know ------------------------------------------------------------------------------------
+
+
+def _require_in_run(run_id: str, told: Sequence[Member]) -> None:
+    """Each of these learners has the log of a run: who has not would say its rounds again.
+
+    Raises:
+        NotReady: one has not.
+    """
+    if others := [each for each in told if each.run_id != run_id]:
+        logs = [f"{f'that of run {each.run_id!r}' if each.run_id else 'none'} with {each.name}" for each in others]
+        raise NotReady(
+            f"each learner must have the log of run {run_id!r}, got {in_short(logs)}: is the run the right one, and the state "
+            "folder the learner's own? Else it has been in another run since, or this one was over: start a new run"
+        )
+
+
+def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None:
+    """What the run is to go on with is what its learners were told, by their ledgers.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if others := [each.name for each in told if each.plan_hash != plan_hash]:
+        raise SpecError(
+            f"run {run_id} is of another spec or other records, by the ledgers of {in_short(others)}: take it up with those "
+            "that it was started with"
+        )
+
+
+def require_newest(run_id: str, run: Run, told: Sequence[Member], sent: Sequence[Sent]) -> None:
+    """No learner has a log that lacks rounds which were captured: it would send them again with other noise.
+
+    Args:
+        run_id, run: what it is.
+        told: what its learners know, by index.
+        sent: what was captured of the run.
+
+    Raises:
+        NotReady: one has.
+    """
+    captured = {each.learner: each.rounds for each in sent if each.run_id == run_id}
+    old = [i for i, each in enumerate(told) if captured.get(each.name, 0) > (each.claim.journaled or 0)]
+    if old:
+        found = [f"{told[i].name} ({told[i].claim.journaled or 0} of {captured[told[i].name]} rounds)" for i in old]
+        most = max(run.guarantee(i).epsilon() for i in old)
+        raise NotReady(
+            f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state "
+            "folders were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are "
+            "lost, charge what was spent since (`sottovoce ledger repair FOLDER --learner NAME --charge EPSILON`; all rounds of "
+            f"this run cost {most:.6g} at most), and start a new run"
+        )
+
+
+def recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], now: datetime) -> RunBook:
+    """The book of the run; its learners, by index, are yet to be told.
+
+    Args:
+        run_id, run, n_features: what it is.
+        told: what its learners know, by index.
+        now: since when they are away.
+    """
+    addresses, attempt = tuple(each.address for each in told), max(each.attempt for each in told)
+    book = RunBook(run_id, run, n_features, addresses, attempt=attempt)
+    said = [each.claim.journaled or 0 for each in told]
+    statuses = [
+        LearnerStatus(each.name, run_id, rounds_done=max(rounds - 1, 0), rounds_said=rounds)
+        for each, rounds in zip(told, said, strict=True)
+    ]
+    book.restore(RunState.RUNNING if any(said) else RunState.CONNECTING, statuses, now)
+    book.clock.resume(max(each.granted for each in told))
+    return book

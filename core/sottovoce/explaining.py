@@ -11,17 +11,16 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from sottovoce.registry import Registry, Section, Truth
+from sottovoce.yaml_files import write_yaml
 
 Place = tuple[int | str, ...]
 RECORDS: tuple[Place, ...] = (("data",), ("data", "source"))
 """Where somebody may have put the records themselves."""
 _PLAIN = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
-_TRUTH = "without quotes YAML takes yes, no, on and off for true and false"
 
 _BY_FORM = {
     "int_type": "a whole number",
@@ -201,7 +200,7 @@ def _shown_form(place: Place, document: object, model: type[Section]) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
+    return write_yaml(value, flow=True).strip()
 
 
 def _form(problem: Any) -> str:
@@ -215,17 +214,10 @@ def _advice(place: Place, alike: list[Any], value: object) -> str:
     kinds = {each["type"] for each in alike}
     if _of_records(place, value):
         return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
-    if isinstance(value, bool):
-        if kinds & {"string_type", "literal_error", "invalid_key"}:
-            return f": {_TRUTH}; put quotes around it"
-        if kinds & {"int_type", "float_type"}:
-            return f": {_TRUTH}"
     if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
         return ": put quotes around it, for it is text"
     if kinds <= set(_LISTS) and isinstance(value, str | int | float):
-        if isinstance(value, bool):
-            return f': put it in brackets, and where it is the text yes, no, on or off, in quotes: ["{"yes" if value else "no"}"]'
-        written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True).strip()
+        written = write_yaml([value], flow=True).strip()
         return f": write {written}" if len(written) < 40 else ": put it in brackets"
     return ""
 

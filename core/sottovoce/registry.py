@@ -8,7 +8,6 @@ that of a built-in class, one that an installed package offers (an entry point),
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -66,17 +65,17 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers_as_written(cls, fields: Any) -> Any:
-        """YAML takes yes for true, which Python takes for 1; and 1e5, which has no dot, for text."""
+    def _numbers_are_not_true(cls, fields: Any) -> Any:
+        """Keep true and false from fields of numbers: Pydantic takes them for 1 and 0."""
         if not isinstance(fields, Mapping):
             return fields
         known = cls.model_fields
-        return {name: _as_written(value, known[name]) if name in known else value for name, value in fields.items()}
+        return {name: _guarded(value, known[name]) if name in known else value for name, value in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """True or false where a number must stand: Pydantic would take it for 1 or 0."""
+    """True or false where a number must stand: no number to Pydantic."""
 
     value: bool
 
@@ -84,20 +83,17 @@ class Truth:
         return repr(self.value)
 
 
-def _as_written(value: object, field: FieldInfo) -> object:
-    """A value of a document, or a list of such, as the field takes it: where that is a number, and no text."""
-    types = set(_types(field.annotation, listed=isinstance(value, list | tuple)))
+def _guarded(value: object, field: FieldInfo) -> object:
+    """A value of a document, or a list of such, in which true is a `Truth` where the field takes numbers and no text."""
+    listed = isinstance(value, list | tuple)
+    types = set(_types(field.annotation, listed=listed))
     if types & {bool, str, Any, object} or not types & {int, float}:
         return value
-    return [*map(_number, value)] if isinstance(value, list | tuple) else _number(value)
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):
-        return Truth(value)
-    if isinstance(value, str) and _POWER.fullmatch(value) and float(value).is_integer():
-        return int(float(value))
-    return value
+    given = [
+        Truth(each) if isinstance(each, bool) else each
+        for each in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return given if listed else given[0]
 
 
 def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
@@ -111,9 +107,6 @@ def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
             yield from _types(each, listed=listed)
     elif not listed:
         yield annotation
-
-
-_POWER = re.compile(r"\+?(\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", re.ASCII)
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     Field,
@@ -37,7 +36,7 @@ from sottovoce.losses.linear import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
 from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section
-from sottovoce.yaml_files import document_of, fields_of, text_of
+from sottovoce.yaml_files import document_of, fields_of, text_of, write_yaml
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
 """It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
@@ -393,7 +392,7 @@ def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
     document = spec.model_dump(mode="json")
     if folder is not None:
         move_paths(document, Path(), folder)
-    return yaml.safe_dump(document, sort_keys=False)
+    return write_yaml(document)
 
 
 def spec_schema() -> str:

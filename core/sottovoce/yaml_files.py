@@ -1,96 +1,120 @@
-"""What people write as YAML: specs, schemas, policies, options.
+"""Documents in YAML 1.2: run specs, schemas, policies, options.
 
-YAML reads some of it as nobody means it. What has one meaning for a person is read so; what has two is refused, with its line.
+A name that is given twice, and a value that does not exist, are refused with their line.
 """
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML, Node
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
 
 from sottovoce.errors import SpecError
 
 LONGEST = 16 * 1024 * 1024
 """Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
-_MERGE = "tag:yaml.org,2002:merge"
 _MOST_BITS = 2**13
 """Of a whole number: longer ones are not even printed."""
 _FORMS = {"NoneType": "nothing", "str": "text", "list": "a list", "int": "a number", "float": "a number"}
 _KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date"}
 _ODD = {"\t": "a tab", "\u00a0": "a no-break space"}
 """What looks like a blank, and is none."""
+_OLDER = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
+"""Text that readers of YAML 1.1, such as Helm and PyYAML, take for a truth value or for minutes and seconds."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which nothing is said twice, 012 is not ten, and 1:30 not ninety.
+class _Constructor(SafeConstructor):
+    """Constructor that refuses with the line, and never prints a value: aliases can make it endless."""
 
-    Of two limits under one name the first would be lost without a word.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        said = set[Any]()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE else None
-            if name in said:
-                raise _refusal(f"{name!r} stands there twice", key)
-            if name is not None:
-                said.add(name)
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = set[str]()
+        merged = getattr(node, "merge", None) or ()  # stands before its own, once another mapping has taken it in
+        for key, _ in node.value[len(merged) :]:
+            if not isinstance(key, ScalarNode):
+                raise _refusal("the name of a field must be text", key)
+            if key.value in names:
+                raise _refusal(f"{key.value!r} stands there twice", key)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            form = node.tag.rpartition(":")[2]
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise ValueError
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            form = str(node.tag).rpartition(":")[2]
             why = f": {error}" if form == "timestamp" and isinstance(error, ValueError) else ""
             raise _refusal(
                 f"{str(node.value)[:40]!r} is no {_KINDS.get(form, form)} that there is{why}", node
             ) from None
-
-    def number(self, node: yaml.ScalarNode) -> int | float:
-        """A number that is what a person means by it."""
-        text = str(node.value)
-        value: int | float = (
-            self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
-        )
-        digits = text.replace("_", "").lstrip("+-")
-        if ":" in text:
-            raise _Misread(f"{text} is {value:g} in YAML, as minutes and seconds: write {value:g}", node)
-        if re.fullmatch("0[0-7]+", digits):
-            raise _Misread(f"{text} is {value} in YAML, for it begins with 0: write {digits.lstrip('0') or '0'}", node)
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            raise ValueError
         return value
 
 
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.number)
+def _refusal(text: str, node: Node) -> YAMLError:
+    return ConstructorError(None, None, text, node.start_mark)
 
 
-class _Misread(yaml.MarkedYAMLError):
-    """It is YAML, and means something else there than to a person."""
+class _Representer(SafeRepresenter):
+    """Representer of values that every reader of YAML takes for the same, without anchors."""
 
-    def __init__(self, text: str, node: yaml.Node) -> None:
-        super().__init__(None, None, f"{text}, or put quotes around it if it is text", node.start_mark)
-        self.line = node.start_mark.line + 1
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        if "." not in node.value:  # 1e-05, which is text in YAML 1.1
+            node.value = node.value.replace("e", ".0e", 1)
+        return node
+
+    def represent_text(self, data: str) -> ScalarNode:
+        quotes = "'" if _OLDER.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=quotes)
 
 
-def _refusal(text: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+_Representer.add_representer(str, _Representer.represent_text)
+_Representer.add_representer(float, _Representer.represent_float)
 
 
 def parse_yaml(text: str) -> Any:
-    """What a text says as YAML.
+    """Parse a text as YAML 1.2.
 
     Raises:
-        YAMLError: it is none, a mapping has a key twice, or a value is none or not what a person means by it.
+        YAMLError: it is none, a mapping has a key twice, or a value does not exist.
         RecursionError: it is nested too deep.
     """
-    return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    reader = _yaml()
+    reader.Constructor = _Constructor
+    return reader.load(text)
+
+
+def write_yaml(value: object, *, flow: bool | None = False) -> str:
+    """Write a value as YAML: mappings in their own order, no line broken.
+
+    Args:
+        value: of mappings, lists, texts and numbers.
+        flow: with braces and brackets; None: in those that hold no others.
+    """
+    writer, text = _yaml(), io.StringIO()
+    writer.Representer = _Representer
+    writer.default_flow_style, writer.width = flow, sys.maxsize
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    writer.dump(value, text)
+    return text.getvalue().removesuffix("...\n")
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True, plug_ins=[])
 
 
 def text_of(path: Path, what: str, most: int = LONGEST) -> str:
@@ -177,9 +201,7 @@ def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any
     """
     try:
         document = parse_yaml(text)
-    except _Misread as error:
-        raise SpecError(f"{source}, line {error.line}: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
     except RecursionError:
         raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
@@ -200,9 +222,9 @@ def fields_of(document: object, source: str, what: str = "a run spec") -> Mappin
     raise SpecError(f"{source}: {what} must be a mapping of fields, got {_FORMS.get(form, form)}{advice}")
 
 
-def _wrong_with(error: yaml.YAMLError, text: str) -> str:
+def _wrong_with(error: YAMLError, text: str) -> str:
     """What is wrong with a text that is no YAML, and in which line: one sentence."""
-    if isinstance(error, yaml.reader.ReaderError):
+    if isinstance(error, ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return f"a character that is no text, U+{error.character:04X}, stands in line {line}"
     mark = getattr(error, "problem_mark", None)
@@ -218,6 +240,4 @@ def _wrong_with(error: yaml.YAMLError, text: str) -> str:
         told, advice = f"{name} stands there", ": put a blank in its place"
     elif told.startswith("mapping values are not allowed"):
         advice = "; is a line indented too far, or must text with a colon stand in quotes?"
-    elif told == "found unhashable key":
-        told = "the name of a field must be text"
     return f"{' '.join(told.split())} (line {line + 1}, column {column + 1}){advice}"

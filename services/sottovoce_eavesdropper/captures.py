@@ -13,12 +13,10 @@ from typing import Any
 import structlog
 
 from sottovoce.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
-from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Recording
+from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, sent_in
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.resuming import left_open, resumed, sent_in
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.access import Refusals

@@ -26,8 +26,7 @@ from sottovoce.registry import ENDLESS
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper import FORMAT
-from sottovoce_eavesdropper.gaps import Gaps
-from sottovoce_eavesdropper.lookout import Lookout, Row, is_tapped
+from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import failure

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import structlog
 
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.captures import Captures
-from sottovoce_eavesdropper.metrics import CATALOGUE, readings
 from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
@@ -23,11 +23,9 @@ from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
 from sottovoce_rpc.access import NO_ONE, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.logs import log_start
-from sottovoce_rpc.metrics import Reading, common
+from sottovoce_rpc.logs import log_start, tell_if_open
+from sottovoce_rpc.metrics import Catalogue, Reading, Scraped, common, scraped
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.private import tell_if_open
-from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import AROUND_BYTES, MOST_CALLS, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
 from sottovoce_rpc.status import answering
@@ -283,3 +281,48 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False, metrics
         announce("eavesdropper", address=await service.start())
         log_start("eavesdropper", config.credentials.principal, address=service.address, folder=config.folder)
         await serve_until_stopped(lambda _: service.stop(), with_stdin=with_stdin, drain_s=DRAIN_S)
+
+
+# ---- its metrics -----------------------------------------------------------------------------------------------------
+
+
+CATALOGUE = Catalogue("sottovoce_eavesdropper")
+_metric = CATALOGUE.add
+
+_OPEN = _metric("captures_open", "Captures that are being recorded.")
+_CAPTURES = _metric("captures_total", "Captures that were opened, or taken up again, since it started.")
+_MESSAGES = _metric("messages_total", "Messages recorded; of a wiretap, records of TLS.")
+_BYTES = _metric("recorded_bytes_total", "Bytes of them.")
+_PARTS = _metric("parts_total", "Parts of captures that were written.")
+_ROWS = _metric("rows_waiting", "Rows in memory, that are yet to be written.")
+_HELD = _metric("rows_waiting_bytes", "Bytes of messages in them.")
+_NOTICES = _metric("notices_total", "Things that must never happen on a channel, and did, by kind.", "kind")
+_UNCHECKED = _metric("captures_unchecked", "Captures that are being recorded in which not everything can be noticed.")
+_GAPS = _metric(
+    "missing_rounds", "Rounds that are known to be missing, or stretches of them, in captures that are being recorded."
+)
+_ERRORS = _metric(
+    "storage_errors_total", "Captures that could not be written any more: nothing more of them is recorded."
+)
+
+
+def readings(captures: Iterable[CaptureFile]) -> Iterator[Reading]:
+    """Of an eavesdropper; captures: all of this process."""
+    files = list(captures)
+    recorded = [file for file in files if file.open]
+    yield _OPEN.of(len(recorded))
+    yield _CAPTURES.of(len(files))
+    yield _MESSAGES.of(sum(file.messages if file.ciphertext is None else file.ciphertext.records for file in files))
+    yield _BYTES.of(sum(file.bytes if file.ciphertext is None else file.ciphertext.bytes for file in files))
+    yield _PARTS.of(sum(file.parts for file in files))
+    rows, held = zip(*(file.unwritten for file in files), strict=True) if files else ((), ())
+    yield _ROWS.of(sum(rows))
+    yield _HELD.of(sum(held))
+    noticed = Counter[str]()
+    for file in files:
+        noticed.update(dict(file.lookout.kinds))  # a copy: parts are looked at in a thread
+    for kind, count in noticed.items():
+        yield _NOTICES.of(count, kind)
+    yield _UNCHECKED.of(sum(file.lookout.not_checked is not None for file in recorded))
+    yield _GAPS.of(sum(file.gaps.missing for file in recorded))
+    yield _ERRORS.of(sum(file.broken is not None for file in files))

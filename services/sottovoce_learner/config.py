@@ -12,9 +12,8 @@ from sottovoce.errors import SpecError
 from sottovoce.running.policy import Policy
 from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_rpc import principals
-from sottovoce_rpc.addresses import require_address
+from sottovoce_rpc.addresses import is_loopback, require_address
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.server import AROUND_BYTES, MAX_MESSAGE
 
 _Sampler = Literal["bitwise", "opendp"]

@@ -20,13 +20,10 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
-from sottovoce_rpc.early import if_long
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.server import HELLO_S, channel, reach
 from sottovoce_rpc.status import Ending, as_error
-from sottovoce_rpc.tasks import beside
-from sottovoce_rpc.waiting import Waiting
+from sottovoce_rpc.tasks import beside, if_long
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()

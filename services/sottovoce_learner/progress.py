@@ -18,9 +18,8 @@ from sottovoce.spec import ClockSpec
 from sottovoce.text import called, in_short
 from sottovoce_learner.role import Role
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.looks import next_look
-from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_rpc.learner_status import Cause, LearnerState, Waiting
+from sottovoce_rpc.specs import next_look
 
 log = structlog.get_logger()
 

@@ -34,10 +34,8 @@ from sottovoce_rpc import directives, principals
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.logs import failure
-from sottovoce_rpc.metrics import Reading, common
-from sottovoce_rpc.private import tell_if_open
-from sottovoce_rpc.scraping import Scraped, scraped
+from sottovoce_rpc.logs import failure, tell_if_open
+from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
 from sottovoce_rpc.server import Service, serve_until_stopped, start_server
 from sottovoce_rpc.tasks import Tasks, beside, drained
 

@@ -27,10 +27,9 @@ from sottovoce_learner.progress import Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Grant
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
 from sottovoce_rpc.tasks import beside
-from sottovoce_rpc.waiting import Cause, Waiting
 
 log = structlog.get_logger()
 

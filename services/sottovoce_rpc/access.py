@@ -148,7 +148,7 @@ class Turns:
         self._calls = Counter[tuple[str, str]]()
 
     @contextlib.asynccontextmanager
-    async def turn(self, method: str, caller: Principal | None) -> AsyncIterator[Turn]:
+    async def turn(self, method: str, caller: Principal | None) -> AsyncIterator[_Turn]:
         """Wait for a turn of this caller, and hold it until the block ends or the turn is given back.
 
         Health checks have turns of their own: they must not wait for a service's messages.
@@ -159,7 +159,7 @@ class Turns:
         self._calls[own] += 1
         try:
             await turns.acquire()
-            turn = Turn(turns)
+            turn = _Turn(turns)
             try:
                 yield turn
             finally:
@@ -170,7 +170,7 @@ class Turns:
                 del self._calls[own], self._open[own]
 
 
-class Turn:
+class _Turn:
     """The right of one call to hold an unread message."""
 
     def __init__(self, turns: asyncio.Semaphore) -> None:
@@ -183,7 +183,7 @@ class Turn:
             turns.release()
 
 
-_TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
+_TURN: ContextVar[_Turn | None] = ContextVar("turn", default=None)
 
 
 def give_turn_back() -> None:

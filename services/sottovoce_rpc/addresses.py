@@ -1,10 +1,16 @@
-"""Addresses as people write them."""
+"""Addresses as people write them, and whose the other end of a connection on this machine is."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import re
-from collections.abc import Mapping
-from urllib.parse import urlsplit
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from weakref import WeakKeyDictionary
 
 from sottovoce.errors import SpecError
 
@@ -89,3 +95,120 @@ def require_address(address: str, what: str, *, listen: bool = False) -> str:
     if not re.fullmatch(r"unix(-abstract)?:.+", address):
         place_of(address, what, listen=listen)
     return address
+
+
+# ---- users of this machine -------------------------------------------------------------------------------------------
+
+
+_Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_ESTABLISHED, _HALF_CLOSED = 1, 8
+"""States of a connection whose end still belongs to a process: Linux says 0, as of root, where none does."""
+_DIAGNOSIS, _ASKED = 4, 20
+"""NETLINK_SOCK_DIAG and SOCK_DIAG_BY_FAMILY: the kernel finds one connection in microseconds, and all in milliseconds."""
+_HEADER, _QUESTION, _ANSWER = struct.Struct("=IHHII"), struct.Struct("=BBBxI"), struct.Struct("=BBxx48x12xII")
+_ENDS = struct.Struct("!HH16s16s")
+_MOST_ASKED = 64
+"""Servers that are asked for one by one."""
+
+served: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+"""Where each gRPC server of this process listens."""
+
+
+def is_loopback(address: str) -> bool:
+    """True when nobody outside this machine can reach the address."""
+    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rsplit(":", 1)[0].strip("[]")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: who knows where it leads
+        return False
+
+
+def of_this_user(peer: str, servers: Iterable[str] = ()) -> bool:
+    """Whether the other end of a connection is this process's user's, or root's.
+
+    Only Linux says whose a connection is: elsewhere every user of the machine is let in. A socket in the file system is guarded
+    by the rights of its folder.
+
+    Args:
+        peer: as gRPC has it: `ipv4:127.0.0.1:40123`.
+        servers: addresses of all servers of this process to one of which it may be, where that is known: asking for these
+            alone is much faster.
+    """
+    if peer.startswith("unix:"):
+        return True
+    found = re.fullmatch(r"ipv[46]:\[?([^\]]+)\]?:(\d+)", unquote(peer))
+    if found is None:
+        return False
+    if not any(table.exists() for table in _TABLES):
+        return True
+    host, port, known = ipaddress.ip_address(found[1]), int(found[2]), [*servers]
+    users = _users_of(host, port, known) if len(known) <= _MOST_ASKED else set()
+    users = users or _listed_users(host, port)
+    return len(users) == 1 and users <= {os.getuid(), 0}
+
+
+def _listed_users(host: _Host, port: int) -> set[int]:
+    """The users of all connections that begin there; none: it is no longer there."""
+    mark = f":{port:04X} "
+    return {
+        user
+        for local, state, user in _connections(mark)
+        if f"{local} ".endswith(mark) and int(state, 16) in (_ESTABLISHED, _HALF_CLOSED) and _address(local) == host
+    }
+
+
+def _users_of(host: _Host, port: int, servers: Iterable[str]) -> set[int]:
+    """The users of connections from there to these servers; none where the kernel says nothing."""
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _DIAGNOSIS) as kernel:
+            return {user for server in servers if (user := _user_of(kernel, host, port, server)) is not None}
+    except (OSError, AttributeError):  # it is not Linux, or does not let us ask
+        return set()
+
+
+def _user_of(kernel: socket.socket, host: _Host, port: int, server: str) -> int | None:
+    """The user whose end of a connection this is; None: there is no such connection."""
+    name, _, to = server.rpartition(":")
+    try:
+        other = host if name == "localhost" else ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return None
+    if other.version != host.version:
+        return None
+    family = socket.AF_INET if host.version == 4 else socket.AF_INET6
+    ends = _ENDS.pack(port, int(to), host.packed.ljust(16, b"\0"), other.packed.ljust(16, b"\0"))
+    states = 1 << _ESTABLISHED | 1 << _HALF_CLOSED
+    asked = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, states) + ends + bytes(4) + b"\xff" * 8
+    kernel.send(_HEADER.pack(_HEADER.size + len(asked), _ASKED, 1, 0, 0) + asked)
+    answer = kernel.recv(4096)
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind != _ASKED:
+        return None
+    _, state, user, _ = _ANSWER.unpack_from(answer, _HEADER.size)
+    return int(user) if state in (_ESTABLISHED, _HALF_CLOSED) else None
+
+
+def _connections(mark: str) -> Iterator[tuple[str, str, int]]:
+    """Local address, state, and user, as the kernel lists them, of lines that hold a mark."""
+    for table in _TABLES:
+        try:
+            lines = table.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if mark in line:
+                parts = line.split(maxsplit=8)
+                yield parts[1], parts[3], int(parts[7])
+
+
+def _address(local: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address as the kernel writes it: in words of four bytes, each as this machine has them."""
+    digits = local.split(":")[0]
+    words = [int(digits[k : k + 8], 16) for k in range(0, len(digits), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    found = ipaddress.ip_address(packed)
+    return getattr(found, "ipv4_mapped", None) or found

@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from sottovoce.errors import NotReady, SpecError, StrangerError, Unavailable
+from sottovoce_rpc.addresses import is_loopback, of_this_user, served
 from sottovoce_rpc.certificates import (
     AUTHORITIES,
     CERTIFICATE,
@@ -45,7 +46,6 @@ from sottovoce_rpc.certificates import (
     require_fit,
     revoked_in,
 )
-from sottovoce_rpc.loopback import is_loopback, of_this_user, served
 from sottovoce_rpc.principals import Principal, Role, host_of
 from sottovoce_rpc.signatures import Signed, Statement, leaf, sign
 

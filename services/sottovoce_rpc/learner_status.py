@@ -1,13 +1,15 @@
-"""What a learner tells its operators, as a value of ours; on the wire it is `LearnerStatus`."""
+"""Reports of a learner as values of ours: `LearnerStatus` to operators; to its coordinator `Wait` and `Misconduct`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from sottovoce.errors import Rule
 from sottovoce.text import plain
-from sottovoce_wire.v1 import learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 LONGEST_DETAIL = 4096
 """Characters of what a status says in words."""
@@ -103,3 +105,130 @@ def _sayable(text: str) -> str:
 def _readable(value: Any) -> Any:
     """What a learner says in words goes to terminals and logs."""
     return plain(value) if isinstance(value, str) else value
+
+
+# ---- its waits -------------------------------------------------------------------------------------------------------
+
+
+class Cause(Enum):
+    """What a learner waits for, in words."""
+
+    GRANT = "a grant of the coordinator"
+    RECORDS = "records"
+    NEIGHBOUR = "a neighbour"
+    DISK = "room on its disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A wait that has lasted.
+
+    Attributes:
+        round: the learner's.
+        cause: what is missing.
+        neighbours: indices of those whom it has not heard, where it waits for neighbours.
+    """
+
+    round: int
+    cause: Cause
+    neighbours: tuple[int, ...] = ()
+
+    def to_wire(self) -> coordinator_pb2.Wait:
+        """As a message."""
+        cause = coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{self.cause.name}")
+        return coordinator_pb2.Wait(round=self.round, cause=cause, neighbours=self.neighbours)
+
+    @classmethod
+    def from_wire(cls, report: coordinator_pb2.Report) -> Waiting | None:
+        """Read it off a report; None: the learner waits for nothing, or for something that is unknown here."""
+        said = report.waiting
+        causes = {coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{cause.name}"): cause for cause in Cause}
+        cause = causes.get(said.cause)
+        return None if cause is None else cls(said.round, cause, tuple(said.neighbours))
+
+
+# ---- rules that its neighbours broke ---------------------------------------------------------------------------------
+
+
+_RULES = {coordinator_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+
+
+class KnownBy(Enum):
+    """How a learner knows who spoke."""
+
+    NAME = coordinator_pb2.KNOWN_BY_NAME
+    """It said so, in the clear: anybody could."""
+    CERTIFICATE = coordinator_pb2.KNOWN_BY_CERTIFICATE
+    """It showed its own, and nobody is in between."""
+    RELAY = coordinator_pb2.KNOWN_BY_RELAY
+    """An eavesdropper showed its own, and passes on what the neighbour says, or something else."""
+
+
+_KNOWN_BY = {each.value: each for each in KnownBy}
+
+
+@dataclass(frozen=True, slots=True)
+class Misconduct:
+    """A neighbour broke a rule. It holds nothing that came from there: no text, and no number.
+
+    Attributes:
+        learner: index of the neighbour.
+        round: that was due from it.
+        rule: the first that it broke.
+        known_by: how sure it is that it was the neighbour.
+    """
+
+    learner: int
+    round: int
+    rule: Rule
+    known_by: KnownBy
+
+    @property
+    def attributed(self) -> bool:
+        """Was it the neighbour, or whoever the run put in between? Else it may have been a stranger."""
+        return self.known_by is not KnownBy.NAME
+
+    def to_wire(self, noticed_by: int | None = None) -> coordinator_pb2.Misconduct:
+        """As a message; of a run, with the index of who noticed it."""
+        rule, known_by = coordinator_pb2.Rule.Value(f"RULE_{self.rule.name}"), self.known_by.value
+        return coordinator_pb2.Misconduct(
+            learner=self.learner, round=self.round, rule=rule, known_by=known_by, noticed_by=noticed_by
+        )
+
+    @classmethod
+    def from_wire(cls, said: coordinator_pb2.Misconduct) -> Misconduct | None:
+        """Read a message; None: of a rule that is unknown here."""
+        rule = _RULES.get(said.rule)
+        known_by = _KNOWN_BY.get(said.known_by, KnownBy.NAME)
+        return None if rule is None else cls(said.learner, said.round, rule, known_by)
+
+    def in_words(self, whom: str, noticed_by: str) -> str:
+        """As people read it.
+
+        Args:
+            whom: name of the neighbour.
+            noticed_by: name of who noticed it.
+        """
+        who = {
+            KnownBy.NAME: f"somebody in the clear under the name of {whom}",
+            KnownBy.CERTIFICATE: whom,
+            KnownBy.RELAY: f"{whom}, or the relay in between,",
+        }[self.known_by]
+        return f"{who} said {self.rule.value} when round {self.round} was due, as {noticed_by} noticed"
+
+
+def noticed_in(told: Iterable[coordinator_pb2.Misconduct]) -> tuple[Misconduct, ...]:
+    """What is known here of what was told."""
+    return tuple(each for each in map(Misconduct.from_wire, told) if each is not None)
+
+
+def noticed_of(run: coordinator_pb2.Run) -> dict[tuple[int, int], Misconduct]:
+    """What learners of a run noticed: by who noticed it, and who did it."""
+    found = ((said.noticed_by, Misconduct.from_wire(said)) for said in run.misconduct)
+    return {(by, each.learner): each for by, each in found if each is not None}
+
+
+def misconduct_lines(run: coordinator_pb2.Run) -> tuple[str, ...]:
+    """The same, as people read it."""
+    names = [each.status.learner for each in run.learners]
+    return tuple(each.in_words(names[whom], names[by]) for (by, whom), each in noticed_of(run).items())

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import stat
 import sys
 import traceback
 import warnings
 from collections.abc import Collection, MutableMapping
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -166,3 +169,35 @@ def _of_a_library(frame: FrameType) -> bool:
         return False
     file = frame.f_globals.get("__file__") or ""
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file
+
+
+# ---- files of one user -----------------------------------------------------------------------------------------------
+
+
+_OTHERS = 0o077
+
+
+def keep_private() -> None:
+    """From now on, whatever this process makes can be read by its user alone: for a process that is a service."""
+    os.umask(os.umask(_OTHERS) | _OTHERS)
+
+
+def open_to_others(folder: Path) -> bool:
+    """Whether other users of this machine may look into a folder; a folder that is not there yet is not."""
+    try:
+        return bool(stat.S_IMODE(folder.stat().st_mode) & _OTHERS)
+    except FileNotFoundError:
+        return False
+
+
+def tell_if_open(folder: Path, what: str) -> None:
+    """Warn where other users may look into a folder.
+
+    It is no reason not to start: a volume of a container is open to all, and nobody else is there.
+
+    Args:
+        folder: that the service writes to.
+        what: it is, and holds.
+    """
+    if open_to_others(folder):
+        log.warning(f"other users may look into the {what}: chmod 700", folder=str(folder))

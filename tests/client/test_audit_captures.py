@@ -30,6 +30,7 @@ from sottovoce_client.auditing.captures import _from_captures, channel, lines_of
 from sottovoce_client.auditing.network import in_turn
 from sottovoce_client.auditing.started import difference
 from sottovoce_client.auditing.worlds import WORLDS_FILE, pairs_of, worlds_from, write_worlds
+from sottovoce_client.terminal import say_nothing
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
@@ -108,7 +109,7 @@ def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked:
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return _from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
+    return _from_captures(str(folder), AuditRequest(**asked), prepare, say_nothing, spec=spec)
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------

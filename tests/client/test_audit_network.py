@@ -24,11 +24,13 @@ from sottovoce_client.auditing.captures import _from_captures, find
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
 from sottovoce_client.auditing.worlds import LedgerWriter
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner import following
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
+from tests.client.progress import Reported
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 
@@ -55,9 +57,9 @@ def prepared(tmp_path: Path) -> Prepared:
 
 @pytest.mark.slow
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
-    folder, said = tmp_path / "out", list[str]()
+    folder, said = tmp_path / "out", Reported()
     audited = ASKED.plan(prepared)
-    done = on_network(folder, per_process=2, seeded=True)(audited, say=said.append)
+    done = on_network(folder, per_process=2, seeded=True)(audited, say=said.say)
     captures = find(open_folder(folder / "captures"))
     assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
     assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
@@ -66,11 +68,11 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
     assert not spec["telemetry"]["accuracy"] and not spec["telemetry"]["predict"]
     left = {path.suffix for path in (folder / "journals").iterdir()}
     assert left == {".lock", ".mark", ".runs", ".identity"}  # what runs have cost, and nothing of a run
-    assert any(f"run {2 * RUNS} of {2 * RUNS}" in text for text in said)
+    assert any(f"running: {2 * RUNS} of {2 * RUNS} runs, " in text for text in said)
     assert len(done.worlds) == 2 * RUNS and "10 runs of real services" in done.source
     assert done.shown is not None and done.largest <= done.found.claim
 
-    again = _from_captures(str(folder), ASKED, prepare, said.append)
+    again = _from_captures(str(folder), ASKED, prepare, said.say)
     np.testing.assert_array_equal(again.worlds, done.worlds)
     np.testing.assert_array_equal(again.noise, done.noise)
     assert again.largest == done.largest and again.found.bounds == done.found.bounds
@@ -130,11 +132,11 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
     audited = ASKED.plan(prepared)
     kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --from {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
-        on_network(tmp_path / "out")(audited, say=lambda text: None)
+        on_network(tmp_path / "out")(audited, say=say_nothing)
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
-        on_network(tmp_path / "other")(audited, say=lambda text: None)
+        on_network(tmp_path / "other")(audited, say=say_nothing)
 
 
 def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
@@ -151,7 +153,7 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
     monkeypatch.setattr(audit_network, "LocalServices", Dying)
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
 
 
 def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +167,7 @@ def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monke
 
     monkeypatch.setattr(LedgerWriter, "ended", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
 
 
 def revealed(folder: Path) -> list[int]:
@@ -182,7 +184,7 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(tmp_path / name, **more)(audited, say=lambda text: None)
+            on_network(tmp_path / name, **more)(audited, say=say_nothing)
     assert revealed(tmp_path / "seeded") == coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
     assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
@@ -195,7 +197,7 @@ def test_records_and_coins_are_their_users_alone(
     before = os.umask(0o022)
     try:
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+            on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
     finally:
         os.umask(before)
     there = [tmp_path / "captures", *(tmp_path / "captures").iterdir()]
@@ -217,7 +219,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
@@ -234,7 +236,7 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     assert [line["replica"] for line in lines if line.get("seeded")] == [2]
 
@@ -242,13 +244,13 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "captures" / "old").mkdir(parents=True)
     with pytest.raises(SpecError, match="captures must be empty or missing"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
 
 
 def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
     audited: AuditPlan = AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT).plan(prepared)
     with pytest.raises(SpecError, match="--threat output"):
-        on_network(tmp_path)(audited, say=lambda text: None)
+        on_network(tmp_path)(audited, say=say_nothing)
     assert not (tmp_path / "captures").exists()
 
 

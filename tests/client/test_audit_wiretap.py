@@ -24,6 +24,7 @@ from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import _from_captures, audit_of, find
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
+from sottovoce_client.terminal import say_nothing
 from sottovoce_client.watching.watch import WatchRequest, watch, where
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BY_WIRETAP, BrokenService
@@ -50,7 +51,7 @@ def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
             for world in (0, 1)
         }
         usual = {world: statistics.median(counts) for world, counts in heard.items()}
-        return audit_ciphertext(plan, made, 1, lambda what: None), usual
+        return audit_ciphertext(plan, made, 1, say_nothing), usual
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
     plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with made_with(BROKEN["another connection"], plan, "relay") as made:
-        assert audit_of(plan, made, "relays", lambda what: None).verdict.kind != "refuted"
+        assert audit_of(plan, made, "relays", say_nothing).verdict.kind != "refuted"
 
 
 @pytest.mark.slow
@@ -129,8 +130,8 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
-    with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of network, and no message"):
-        _from_captures(str(out), AuditRequest(), prepare, lambda text: None)
+    with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
+        _from_captures(str(out), AuditRequest(), prepare, say_nothing)
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))

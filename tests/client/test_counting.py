@@ -14,8 +14,9 @@ import pytest
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.worlds import Tell, nobody
 from sottovoce_client.auditing.audit import on_simulator
-from sottovoce_client.counting import counted
+from sottovoce_client.backends import counted
 from sottovoce_client.running.sweep import sweep_saying
+from tests.client.progress import Reported
 from tests.core.test_experiment import small
 from tests.examples import made_up, small_run
 
@@ -89,10 +90,10 @@ def test_a_failure_ends_counting_and_is_the_callers() -> None:
 
 
 def test_an_audit_counts_runs_under_what_is_being_done() -> None:
-    said: list[str] = []
+    said = Reported()
     run = small_run(6)
     plan = plan_audit(run, made_up(run.spec), 0, runs=60)
-    on_simulator(plan, say=said.append, mapper=map)
+    on_simulator(plan, say=said.say, mapper=map)
     assert said[0] == "simulating and examining"
     assert "simulating and examining: 120 of 120 runs" in said
     assert f"fixing thresholds: {2 * plan.runs} of {2 * plan.runs} runs" in said
@@ -101,12 +102,12 @@ def test_an_audit_counts_runs_under_what_is_being_done() -> None:
 
 
 def test_a_sweep_counts_rounds_of_all_seeds_and_intervals(tmp_path: Path) -> None:
-    said: list[str] = []
+    said = Reported()
     jobs: list[tuple[int, int]] = []
     table = sweep_saying(
         lambda _: None, small(tmp_path), {"rounds": [3, 4]}, 5,
         seed=0, vary_data=False, backend="processes", jobs=1,
-        progress=lambda done, of: jobs.append((done, of)), say=said.append,
+        progress=lambda done, of: jobs.append((done, of)), say=said.say,
     )  # fmt: skip
     n = len(table["mean"])
     assert jobs == [(1, 2), (2, 2)]

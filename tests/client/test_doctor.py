@@ -21,9 +21,8 @@ from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.certificates import AUTHORITIES, REVOKED
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import common
+from sottovoce_rpc.metrics import Scraped, common, scraped
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.scraping import Scraped, scraped
 from tests.examples import made_up, small_spec
 from tests.services.authorities import Signer
 from tests.services.identities import Elsewhen, Federation, Identities

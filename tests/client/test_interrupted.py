@@ -30,6 +30,7 @@ from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.launch import run_async
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
+from tests.client.progress import Reported
 
 LINE = "sottovoce: interrupted\n"
 SPEC: dict[str, Any] = {"rounds": 6, "learners": 3, "algorithm": "ldp-dol", "data": {"source": "breast_cancer"}}
@@ -148,7 +149,7 @@ def test_other_signals_end_it_as_ctrl_c_does(
         ("sottovoce_client.cli.pki", ["coordinator"]),
         ("sottovoce_coordinator.service", ["coordinator", "--listen", "127.0.0.1:0"]),
         ("sottovoce_learner.service", ["learner", "--name", "ann", "--coordinator", "127.0.0.1:9"]),
-        ("sottovoce_eavesdropper.foreign", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
+        ("sottovoce_eavesdropper.relay", ["eavesdropper", "relay", "--to", "127.0.0.1:9"]),
     ],
 )
 def test_a_service_that_is_told_to_end_while_it_is_imported_ends_well(
@@ -347,8 +348,8 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     out = io.StringIO()
     monkeypatch.setattr(terminal, "console", lambda **_: Console(file=out, force_terminal=True, width=80))
     with terminal.bar("choosing") as say:
-        say("run 1,000 of 2,000 runs")
-        say("spec 1 of 2: 5 of 5 rounds")
+        say("simulating", 1_000, 2_000, "runs")
+        say("spec 1 of 2", 5, 5, "rounds")
         say("weighing")
     shown = out.getvalue()
     assert "choosing" in shown or "1,000 of 2,000" in shown
@@ -358,7 +359,7 @@ def test_a_bar_counts_what_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch
 
 def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.bar("choosing") as say:
-        say("run 1 of 2")
+        say("simulating", 1, 2, "runs")
     assert capsys.readouterr() == ("", "")
 
 
@@ -379,7 +380,7 @@ def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_takes_long_says_how_far_it_is(
     words: list[str], last: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    said = Reported()
     monkeypatch.setattr(terminal, "bar", lambda what: Told(said))
     done = CliRunner().invoke(
         app, [spec if word == "SPEC" else word for word in [*words, "--out", str(tmp_path / "o")]]
@@ -391,11 +392,11 @@ def test_what_takes_long_says_how_far_it_is(
 class Told:
     """In place of a bar: keeps what it is told."""
 
-    def __init__(self, said: list[str]) -> None:
+    def __init__(self, said: Reported) -> None:
         self.said = said
 
     def __enter__(self) -> Any:
-        return self.said.append
+        return self.said.say
 
     def __exit__(self, *_: object) -> None:
         pass

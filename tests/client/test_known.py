@@ -15,8 +15,7 @@ from rich.console import Console
 from sottovoce.errors import NotFound, NotReady, Rule, SpecError, Unavailable
 from sottovoce_client.running.known import leave_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
 from sottovoce_client.terminal import json_apart
-from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.misconduct import KnownBy
+from sottovoce_rpc.learner_status import KnownBy, LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, missed_soon, network
 

@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import NotReady, SottovoceError, Unavailable
-from sottovoce_client.live.behind import MOST_WAITING, Behind
+from sottovoce_client.live.calls import MOST_WAITING, Behind
 
 
 class Learner:

@@ -29,6 +29,7 @@ from sottovoce_client.data.catalogue import describe
 from sottovoce_client.data.schemas import check, infer
 from sottovoce_client.feeding.forms import Csv, JsonLines
 from sottovoce_client.starting import Wishes, begin
+from sottovoce_client.terminal import say_nothing
 
 pytestmark = pytest.mark.each
 
@@ -157,7 +158,7 @@ def readers(path: Path, *, drafted: bool = True) -> Iterator[tuple[str, Callable
     if drafted:
         yield "schema infer", lambda: infer(path, None, folder / "schema.yaml", SILENT)
     yield "data describe", lambda: describe(str(path), (), SILENT)
-    yield "init", lambda: begin(Wishes(path, label_bound=1.0), folder, None, lambda text: None)
+    yield "init", lambda: begin(Wishes(path, label_bound=1.0), folder, None, say_nothing)
     yield "spec check and a run", lambda: load_dataset(DataSpec(source=str(path)), Logistic())
 
 
@@ -378,7 +379,7 @@ def test_labels_that_are_nearly_the_same_are_told_by_all(file: Write, capsys: py
     path = file("odd.csv", INCOMES)
     describe(str(path), (), Console(file=(shown := io.StringIO()), width=400))
     assert ALIKE in shown.getvalue()
-    assert any(ALIKE in note for note in begin(Wishes(path), path.parent, None, lambda text: None).notes)
+    assert any(ALIKE in note for note in begin(Wishes(path), path.parent, None, say_nothing).notes)
     infer(path, None, drafted := path.parent / "schema.yaml", SILENT)
     assert ALIKE in drafted.read_text(encoding="utf-8")
     document = {"rounds": 3, "learners": 2, "algorithm": "ldp-dol", "data": {"source": str(path)}}

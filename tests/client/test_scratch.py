@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import scratch
 
 STAYS = """
 import sys
 from pathlib import Path
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import scratch
 with scratch(".iris-", Path(sys.argv[1])) as made:
     (made / "half").write_text("of it")
     print(made, flush=True)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.running.local import LocalServices
-from sottovoce_rpc.scraping import Scraped
+from sottovoce_rpc.metrics import Scraped
 from tests.examples import small_spec
 
 COMMANDS = {
@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for service in COMMANDS:
         monkeypatch.setattr(f"sottovoce_{service}.service.serve", serve)
     monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda *logs: found.update(logs=logs))
-    monkeypatch.setattr("sottovoce_rpc.private.keep_private", lambda: None)
+    monkeypatch.setattr("sottovoce_rpc.logs.keep_private", lambda: None)
     return found
 
 

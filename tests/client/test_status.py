@@ -27,7 +27,7 @@ from sottovoce_client.web.services import Places
 from sottovoce_client.web.view import Course, History, Look, RunView, run_view
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc import early
+from sottovoce_rpc import tasks
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
@@ -208,7 +208,7 @@ ASKING: dict[str, Callable[[str], Awaitable[Any]]] = {
 @pytest.mark.parametrize("command", ASKING)
 async def test_who_waits_for_a_learner_is_told(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is given up."""
-    monkeypatch.setattr(early, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
     told, said = asyncio.Event(), list[str]()
 
     def say(text: str) -> None:

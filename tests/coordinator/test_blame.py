@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_coordinator.blame import Standing, blamed, in_words
-from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_coordinator.clock import Standing, blamed, in_words
+from sottovoce_rpc.learner_status import Cause, Waiting
 
 
 def waits(name: str, t: int, *neighbours: int, cause: Cause = Cause.NEIGHBOUR) -> Standing:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
+from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership
 
 HERE, ELSEWHERE = bytes(16), bytes([1] * 16)
 

@@ -14,10 +14,8 @@ from sottovoce.running.run import build_run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
-from sottovoce_rpc.misconduct import KnownBy, Misconduct
+from sottovoce_rpc.learner_status import Cause, KnownBy, LearnerState, LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_rpc.waiting import Cause, Waiting
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 

@@ -17,24 +17,16 @@ from sottovoce.spec import RunSpec, parse_spec
 pytestmark = pytest.mark.each
 
 WRONG = [
-    ({"rounds": "1e20"}, "rounds: must be less than or equal to 9007199254740992, got 100000000000000000000"),
+    ({"rounds": 1e20}, "rounds: must be a whole number, got 1e+20"),
     ({"rounds": "1e400"}, "rounds: must be a number within [-1e+308, 1e+308], got '1e400'"),
     ({"rounds": 2.5}, "rounds: must be a whole number, got 2.5"),
     ({"learners": "five"}, "learners: must be a whole number or a list, got 'five'"),
     ({"learners": 1.5}, "learners: must be a whole number or a list, got 1.5"),
-    (
-        {"learners": [True, "b"]},
-        "learners.0: must be text, got True: without quotes YAML takes yes, no, on and off for true and false; "
-        "put quotes around it",
-    ),
+    ({"learners": [True, "b"]}, "learners.0: must be text, got True: put quotes around it, for it is text"),
     ({"learners": ["a", "b", "a"]}, "learners: learner names must differ, and 'a' is there 2 times, got ['a', 'b', 'a']"),
     ({"data": {"positive": "sick"}}, "data.positive: must be a list, got 'sick': write [sick]"),
     ({"data": {"positive": "yes"}}, "data.positive: must be a list, got 'yes': write ['yes']"),
-    (
-        {"data": {"positive": True}},
-        "data.positive: must be a list, got True: put it in brackets, and where it is the text yes, no, on or off, "
-        'in quotes: ["yes"]',
-    ),
+    ({"data": {"positive": True}}, "data.positive: must be a list, got True: write [true]"),
     ({"data": {"positive": [2.5]}}, "data.positive.0: must be a whole number or text, got 2.5"),
     ({"data": {"batch_size": "some"}}, "data.batch_size: must be a whole number or 'all', got 'some'"),
     ({"data": {"batch_size": 0}}, "data.batch_size: must be greater than 0, got 0"),

@@ -1,4 +1,4 @@
-"""What YAML reads as nobody means it: it works as a person means it, or is refused in a sentence with file and line."""
+"""YAML means what a person means by it, or is refused in a sentence with file and line."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import ValidationError, create_model
 
 from sottovoce.errors import SpecError
-from sottovoce.registry import Section, Truth
+from sottovoce.registry import Section
 from sottovoce.spec import RunSpec, load_spec
-from sottovoce.yaml_files import LONGEST, parse_yaml, text_of
+from sottovoce.yaml_files import LONGEST, parse_yaml, text_of, write_yaml
 
 pytestmark = pytest.mark.each
 
 HEAD = "algorithm: ldp-dol\n"
 FIVE = HEAD + "rounds: 5\n"
-YES = "without quotes YAML takes yes, no, on and off for true and false"
 
 MEANT = {
     "rounds: 1e5": ("rounds", 100_000),
     "rounds: +1.5E3": ("rounds", 1_500),
+    "rounds: 1.5e1": ("rounds", 15),
     "rounds: 1_000": ("rounds", 1_000),
     "rounds: '100'": ("rounds", 100),
     "rounds: 0x10": ("rounds", 16),
+    "rounds: 0o10": ("rounds", 8),
     "rounds: 08": ("rounds", 8),
+    "rounds: 012": ("rounds", 12),
     "rounds: &n 5\nclock: {window: *n}": ("rounds", 5),
     "\ufeffrounds: 5": ("rounds", 5),
     "rounds: 5\r\nname: x\r\n": ("name", "x"),
     "rounds: 5\rname: x\r": ("name", "x"),
     "---\nrounds: 5\n...\n": ("rounds", 5),
+    "rounds: 5\nlearners: [yes, no, off, n]": ("learners", ("yes", "no", "off", "n")),
     "rounds: 5\nlearners: ['yes', 'no', '012', '1e5', '2020-01-31']": (
         "learners",
         ("yes", "no", "012", "1e5", "2020-01-31"),
@@ -40,20 +44,20 @@ MEANT = {
 """What a person means by it: a field, and its value."""
 
 TOLD = {
-    "rounds: yes": f"rounds: must be a whole number, got True: {YES}",
-    "learners: true\nrounds: 5": f"learners: must be a whole number or a list, got True: {YES}",
-    "rounds: 5\nlearners: [yes, b]": f"learners.0: must be text, got True: {YES}; put quotes around it",
+    "rounds: yes": "rounds: must be a whole number, got 'yes'",
+    "rounds: true": "rounds: must be a whole number, got True",
+    "learners: true\nrounds: 5": "learners: must be a whole number or a list, got True",
+    "rounds: 5\nlearners: [true, b]": "learners.0: must be text, got True: put quotes around it, for it is text",
     "rounds: 5\nlearners: [2020-01-31, b]": "learners.0: must be text, got 2020-01-31: put quotes around it, for it is text",
+    "rounds: 5\nlearners: [a, 007]": "learners.1: must be text, got 7: put quotes around it, for it is text",
     "rounds: 5\nname: 2020": "name: must be text, got 2020: put quotes around it, for it is text",
-    "rounds: 5\nprivacy: {budget: on}": f"privacy.budget: must be a number or a list, got True: {YES}",
-    "rounds: 5\nprivacy: {budget: [1, yes]}": f"privacy.budget.1: must be a number, got True: {YES}",
-    "rounds: 5\ncapture: off": f"capture: must be 'relay', 'mirror', 'wiretap' or 'none', got False: {YES}; put",
+    "rounds: 5\nprivacy: {budget: on}": "privacy.budget: must be a number or a list, got 'on'",
+    "rounds: 5\nprivacy: {budget: true}": "privacy.budget: must be a number or a list, got True",
+    "rounds: 5\nprivacy: {budget: [1, true]}": "privacy.budget.1: must be a number, got True",
+    "rounds: 5\ncapture: off": "capture: must be 'relay', 'mirror', 'wiretap' or 'none', got 'off'",
     "rounds: 1,000": "rounds: must be a whole number, got '1,000'",
-    "rounds: 1.5e0": "rounds: must be a whole number, got '1.5e0'",
-    "rounds: 012": "s.yaml, line 2: 012 is 10 in YAML, for it begins with 0: write 12, or put quotes around it",
-    "rounds: 5\nlearners: [a, 007]": "s.yaml, line 3: 007 is 7 in YAML, for it begins with 0: write 7, or put quotes",
-    "rounds: 1:30": "s.yaml, line 2: 1:30 is 90 in YAML, as minutes and seconds: write 90, or put quotes around it",
-    "rounds: 1:30.5": "s.yaml, line 2: 1:30.5 is 90.5 in YAML, as minutes and seconds: write 90.5",
+    "rounds: 1.5e0": "rounds: must be a whole number, got 1.5",
+    "rounds: 1:30": "rounds: must be a whole number, got '1:30'",
     "rounds: 5\nrounds: 6": "s.yaml is not YAML: 'rounds' stands there twice (line 3, column 1)",
     "rounds: 5\nclock:\n\twindow: 3": "a tab stands there (line 4, column 1): put a blank",
     "rounds:\u00a05": "a no-break space stands there (line 2, column 8): put a blank",
@@ -62,11 +66,15 @@ TOLD = {
     "rounds: 5\nname: a: b": "mapping values are not allowed here (line 3, column 8); is a line indented too far",
     "rounds: 2020-02-30": "'2020-02-30' is no date that there is: day is out of range for month (line 2, column 9)",
     "rounds: !!bool maybe": "'maybe' is no true or false that there is (line 2, column 9)",
-    "rounds: !!timestamp x": "'x' is no date that there is (line 2, column 9)",
+    "rounds: !!int ''": "'' is no whole number that there is (line 2, column 9)",
+    "rounds: !!timestamp x": 'failed to construct timestamp from "x" (line 2, column 9)',
+    "rounds: !!python/name:os.system": "could not determine a constructor for the tag",
     f"rounds: 0x{'f' * 5000}": "is no whole number that there is (line 2, column 9)",
-    "rounds: 5\nyes: 2": f"the name of a field must be text, got True: {YES}; put quotes around it",
+    "rounds: 5\ntrue: 2": "the name of a field must be text, got True: put quotes around it, for it is text",
     "rounds: 5\nprivacy: {budget: 1,5}": "privacy: the name of a field must be text, got 5: put quotes around it",
     "rounds: 5\n? [1, 2]\n: 3": "the name of a field must be text (line 3, column 3)",
+    "rounds: 5\n? [[1], 2]\n: 3": "the name of a field must be text (line 3, column 3)",
+    "rounds: 5\nprivacy: {<<: {budget: 1}, budget: 2, budget: 3}": "'budget' stands there twice (line 3, column 39)",
     "rounds: 5\nname: a\x00b": "s.yaml is not YAML: a character that is no text, U+0000, stands in line 3",
 }
 
@@ -141,7 +149,16 @@ def test_a_file_without_end_is_not_read_to_it(tmp_path: Path) -> None:
 
 def test_what_the_library_writes_is_read_as_it_was() -> None:
     said = {"texts": ["012", "1:30", "1e5", "yes", "2020-01-31", "1_0", "0x1f"], "numbers": [12, 90, 1e5, 0, -7, 0.5]}
-    assert parse_yaml(yaml.safe_dump(said)) == said
+    assert parse_yaml(write_yaml(said)) == said == yaml.safe_load(write_yaml(said))
+
+
+def test_aliases_that_grow_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    grown = "".join(f"  - &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]\n" for k in range(30))
+    bomb = f"{FIVE}name: &a0 [x]\ndata:\n{grown}"
+    for text in (bomb, f"{bomb}data: 1\n", f"{bomb}? *a30\n: 1\n"):
+        with pytest.raises(SpecError) as refused:
+            load_spec(written(tmp_path, text))
+        assert len(str(refused.value)) < 1000
 
 
 # ---- all fields ------------------------------------------------------------------------------------------------------
@@ -172,5 +189,8 @@ def test_no_field_takes_true_for_a_number() -> None:
     tried = [(section, name) for section in sections() for name in numeric(section)]
     assert len(tried) > 30
     for section, name in tried:
-        fields = section._numbers_as_written({name: True})  # type: ignore[operator]
-        assert fields == {name: Truth(value=True)}, (section, name)
+        field = section.model_fields[name]
+        alone = create_model("Alone", __base__=Section, **{name: (field.annotation, field)})  # type: ignore[call-overload]
+        with pytest.raises(ValidationError) as refused:
+            alone.model_validate({name: True})
+        assert refused.value.errors()[0]["loc"][0] == name, (section, name)

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
 from sottovoce.errors import Unavailable
-from sottovoce_coordinator.amending import Amender
+from sottovoce_coordinator.conducting import Amender
 from sottovoce_coordinator.store import Store
 from sottovoce_coordinator.store import Store as Ledgers
 from sottovoce_eavesdropper.storage import Folder

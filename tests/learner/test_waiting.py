@@ -6,7 +6,7 @@ import pytest
 
 from sottovoce.spec import ClockSpec
 from sottovoce_learner.progress import Wait, in_words, waiting
-from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_rpc.learner_status import Cause, Waiting
 from sottovoce_wire.v1 import coordinator_pb2
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sottovoce.errors import SottovoceError
 from sottovoce.running.participation import with_learner, without
 from sottovoce.spec import RunSpec
-from sottovoce_coordinator import amending
+from sottovoce_coordinator import conducting
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun
@@ -182,10 +182,10 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
     changes: dict[str, Callable[[RunSpec], RunSpec]] = {
         "leave": lambda spec: without(spec, name, now.unsaid),
         "join": lambda spec: with_learner(spec, name, now.unsaid),
-        "lose": partial(amending._without, book=now, lost=book.losing),
+        "lose": partial(conducting._without, book=now, lost=book.losing),
     }
     try:
-        return absences_of(amending._changed(now.run, changes[verb], FEATURES).spec)
+        return absences_of(conducting._changed(now.run, changes[verb], FEATURES).spec)
     except SottovoceError:
         return None
 

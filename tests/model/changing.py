@@ -1,4 +1,4 @@
-"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/amending.py`).
+"""A run under way that learners leave or join, or that goes on without one (`coordinator/sottovoce_coordinator/conducting.py`).
 
 All rest; the spec that follows is written down; then it is told. Between these the coordinator awaits, so anything may happen.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.amending import RESTING
+from sottovoce_coordinator.conducting import RESTING
 from sottovoce_coordinator.runs import RunState
 from tests.model import books, machine, runs
 from tests.model.books import Book

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.amending import RESTING
+from sottovoce_coordinator.conducting import RESTING
 from sottovoce_coordinator.runs import RunState
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce_coordinator.store import Claim, Membership
 from sottovoce_learner.ingest.queue import New, Planned
 from sottovoce_learner.peers.outbox import Link, _Stream
 from sottovoce_learner.storage.store import RunLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
-from sottovoce_coordinator.fencing import Membership
+from sottovoce_coordinator.store import Membership
 from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import Link

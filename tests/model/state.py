@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from sottovoce_coordinator.fencing import Membership
+from sottovoce_coordinator.store import Membership
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState

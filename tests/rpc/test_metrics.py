@@ -18,14 +18,13 @@ import pytest
 
 from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
-from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
-from sottovoce_rpc import scraping
+from sottovoce_rpc import metrics
 from sottovoce_rpc.access import CONDITION, ROLE, STRANGER, Refusals
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, common
-from sottovoce_rpc.scraping import Scraped, scraped
+from sottovoce_rpc.metrics import COMMON, Catalogue, Exposition, Reading, Scraped, common, scraped
 from tests.services.authorities import OtherAuthority, Signer, pem
 from tests.services.identities import Federation, Identities
 from tests.services.scrapes import asked, said, series, shown
@@ -267,10 +266,10 @@ async def test_a_request_that_is_none(request_: bytes, status: bytes) -> None:
 
 
 async def test_who_says_nothing_does_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping, "_REQUEST_S", 0.05)
+    monkeypatch.setattr(metrics, "_REQUEST_S", 0.05)
     async with served() as (address, _):
         host, port = address.split(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(scraping._MOST_CONNECTIONS)]
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(metrics._MOST_CONNECTIONS)]
         for reader, _ in silent:
             async with asyncio.timeout(100):
                 assert await reader.read() == b""  # it is let go
@@ -280,7 +279,7 @@ async def test_who_says_nothing_does_not_keep_others_out(monkeypatch: pytest.Mon
 
 
 async def test_there_are_as_many_at_a_time_as_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping, "_MOST_CONNECTIONS", 0)
+    monkeypatch.setattr(metrics, "_MOST_CONNECTIONS", 0)
     async with served() as (address, _):
         assert await nothing_said(address)
 

@@ -12,7 +12,7 @@ from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_rpc import server
-from sottovoce_rpc.misconduct import KnownBy
+from sottovoce_rpc.learner_status import KnownBy
 
 BACKOFF = "grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms"
 SOON_S = 0.05

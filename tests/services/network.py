@@ -32,13 +32,12 @@ from sottovoce_learner.storage.verify import look
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
-from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING
 from tests.services.identities import Issuing

@@ -27,7 +27,7 @@ from sottovoce_learner.peers.connection import _hello
 from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_rpc import early
+from sottovoce_rpc import tasks
 from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
@@ -215,7 +215,7 @@ async def test_a_wrong_certificate_is_told_at_the_first_failure_that_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a learner whose coordinator is of another authority, and by what it says of itself; it goes on waiting."""
-    monkeypatch.setattr(early, "EARLY_S", 1_000.0)
+    monkeypatch.setattr(tasks, "EARLY_S", 1_000.0)
     ours, theirs = Identities(tmp_path / "ours"), Identities(tmp_path / "theirs")
     coordinator = Coordinator(CoordinatorConfig(credentials=theirs.of("coordinator/main")))
     at, folder = await coordinator.start(), tmp_path / "state"

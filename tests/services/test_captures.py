@@ -24,11 +24,9 @@ from hypothesis import strategies as st
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, SpecError
 from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
-from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.recording import Recording
+from sottovoce_eavesdropper.recording import Participants, Recording, sent_in
 from sottovoce_eavesdropper.records import schema
-from sottovoce_eavesdropper.resuming import sent_in
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2

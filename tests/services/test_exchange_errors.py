@@ -36,7 +36,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_rpc import early
+from sottovoce_rpc import tasks
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -549,7 +549,7 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word comes before the answer: the learner that it names joins only then, and the run begins."""
-    monkeypatch.setattr(early, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
     spec, said, told = spec_of(), list[str](), asyncio.Event()
 
     def say(text: str) -> None:
@@ -571,7 +571,7 @@ async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
 
 async def test_who_waits_for_a_coordinator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody accepts the connection and never says a word."""
-    monkeypatch.setattr(early, "EARLY_S", 0.05)
+    monkeypatch.setattr(tasks, "EARLY_S", 0.05)
     told, said = asyncio.Event(), list[str]()
 
     def say(text: str) -> None:

@@ -34,9 +34,9 @@ from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunIs, load_d
 from sottovoce_client.cli import app
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper import relay as forwarding
-from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")

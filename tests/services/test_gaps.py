@@ -31,13 +31,12 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_coordinator import captures
 from sottovoce_eavesdropper import service as eavesdropping
-from sottovoce_eavesdropper.gaps import Gaps
-from sottovoce_eavesdropper.lookout import Lookout, Row
+from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row
 from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.recording import resumed
 from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.resuming import resumed
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner import mirror as mirrors
@@ -322,7 +321,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
         return read_part(place, name, columns)
 
     monkeypatch.setattr("sottovoce_eavesdropper.reading.read_part", noting)
-    monkeypatch.setattr("sottovoce_eavesdropper.resuming.KEPT", 6)  # two parts
+    monkeypatch.setattr("sottovoce_eavesdropper.recording.KEPT", 6)  # two parts
     monkeypatch.setattr(Lookout, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t)))
     again, streams = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     assert read == [silent, parts - 1, parts]

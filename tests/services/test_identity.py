@@ -23,9 +23,9 @@ from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import access, credentials
+from sottovoce_rpc.addresses import of_this_user
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.loopback import of_this_user
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import channel
 from tests.services.identities import Elsewhen, Identities, raw_channel
@@ -273,12 +273,12 @@ def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, mon
         + line("0100007F:1005", "01", mine)
         + line("0100007F:1005", "01", other)
     )
-    monkeypatch.setattr("sottovoce_rpc.loopback._TABLES", (four, six))
+    monkeypatch.setattr("sottovoce_rpc.addresses._TABLES", (four, six))
     found = {port: of_this_user(f"ipv4:127.0.0.1:{port}") for port in range(0x1000, 0x1007)}
     assert [port for port, own in found.items() if own] == [0x1000, 0x1003]
     assert of_this_user(f"ipv6:%5B::1%5D:{0x1004}")
     assert not of_this_user("ipv4:127.0.0.2:4096")
-    monkeypatch.setattr("sottovoce_rpc.loopback._TABLES", (tmp_path / "none",))
+    monkeypatch.setattr("sottovoce_rpc.addresses._TABLES", (tmp_path / "none",))
     assert of_this_user("ipv4:127.0.0.1:4097")  # where nobody can tell, everybody is let in
 
 
@@ -287,7 +287,7 @@ def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, mon
 def test_the_kernel_says_of_one_connection_whose_it_is(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for the very connection, it lists none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    monkeypatch.setattr("sottovoce_rpc.loopback._listed_users", lambda host, port: set())
+    monkeypatch.setattr("sottovoce_rpc.addresses._listed_users", lambda host, port: set())
     with socket.socket(family) as server, socket.socket(family) as client:
         server.bind((host, 0))
         server.listen()

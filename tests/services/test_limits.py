@@ -22,9 +22,9 @@ from sottovoce.running.policy import Policy
 from sottovoce.spec import MOST_ABSENCES
 from sottovoce_client.running.feeder import batch_of, rounds_of_batch
 from sottovoce_coordinator import joining
-from sottovoce_coordinator.fencing import Claim
 from sottovoce_coordinator.joining import Member, displacement
 from sottovoce_coordinator.starting import MOST_EDGES
+from sottovoce_coordinator.store import Claim
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.relay import Relay

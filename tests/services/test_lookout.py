@@ -16,7 +16,7 @@ from sottovoce.running.run import build_run
 from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper.lookout import Lookout, Row, first_heard
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.resuming import resumed
+from sottovoce_eavesdropper.recording import resumed
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc

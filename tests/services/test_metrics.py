@@ -22,13 +22,13 @@ from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
 from sottovoce_coordinator.runs import Overhearing
 from sottovoce_coordinator.store import KeptRun
-from sottovoce_eavesdropper.metrics import CATALOGUE as EAVESDROPPER
+from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_learner.service import measured
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.metrics import Scraped, scraped
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec

@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.spec import RunSpec
-from sottovoce_eavesdropper import mirrored
+from sottovoce_eavesdropper import recording
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import mirror as mirroring
 from sottovoce_rpc.server import channel
@@ -60,7 +60,7 @@ async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Excepti
 async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrored, "MOST_PAYLOAD", 100)
+    monkeypatch.setattr(recording, "MOST_PAYLOAD", 100)
     spec = spec_of("mirror")
     data = made_up(spec)
     async with network(tmp_path, NAMES) as up:

@@ -24,8 +24,7 @@ from sottovoce_coordinator.runs import RunBook
 from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.misconduct import KnownBy, Misconduct
+from sottovoce_rpc.learner_status import KnownBy, LearnerState, Misconduct
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.capturing import encode_round

@@ -19,7 +19,7 @@ from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.private import open_to_others
+from sottovoce_rpc.logs import open_to_others
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S
 

@@ -26,9 +26,9 @@ from sottovoce_client.running import operate
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
-from sottovoce_coordinator import amending
-from sottovoce_coordinator.amending import RESTING, Amender
+from sottovoce_coordinator import conducting
 from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.conducting import RESTING, Amender
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
@@ -38,10 +38,9 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage import store
 from sottovoce_learner.storage.verify import Ledger
 from sottovoce_rpc.directives import Assignment, Directive
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, Network, given_up_soon, missed_soon, network, refused
@@ -539,7 +538,7 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
 
         monkeypatch.setattr(Store, method, once)
 
-    monkeypatch.setattr(amending, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(conducting, "_AGAIN_S", 0.2)
     spec = LOSABLE["ldp-dol"]
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
@@ -593,7 +592,7 @@ def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
 
 
 def without(held: RunBook, lost: int) -> RunSpec:
-    return amending._without(held.run.spec, book=held, lost=frozenset({lost}))
+    return conducting._without(held.run.spec, book=held, lost=frozenset({lost}))
 
 
 def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:

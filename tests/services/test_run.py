@@ -40,9 +40,8 @@ from sottovoce_learner.storage.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, Run
 from sottovoce_learner.storage.verify import Ledger, verify
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
-from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.learner_status import Cause, LearnerState
 from sottovoce_rpc.server import channel, listen_on
-from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream

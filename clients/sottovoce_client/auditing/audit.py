@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,10 +31,10 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
 from sottovoce_client.auditing.report import COINS, about, audit_file, audit_page
-from sottovoce_client.backends import Mapper
-from sottovoce_client.counting import counted
+from sottovoce_client.backends import Mapper, counted
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
+from sottovoce_client.terminal import Say
 from sottovoce_client.wording import NOTHING, chance, duration, number
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
@@ -45,7 +45,6 @@ _TOLD = 6
 
 TableRow = tuple[str, str, str, str, str]
 """Family, what was tested, result, epsilon at least, epsilon claimed."""
-Say = Callable[[str], None]
 """Is told what is being done."""
 
 
@@ -158,7 +157,7 @@ def on_simulator(plan: AuditPlan, *, say: Say, mapper: Mapper) -> Audit:
         doing = what
         say(what)
 
-    over = counted(mapper, lambda share: share.runs, lambda done, of: say(f"{doing}: {done:,} of {of:,} runs"))
+    over = counted(mapper, lambda share: share.runs, lambda done, of: say(doing, done, of, "runs"))
     return audit_simulated(plan, mapper=over, say=begin)
 
 

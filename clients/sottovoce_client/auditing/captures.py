@@ -18,7 +18,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce_client.auditing.audit import AuditRequest, Say
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.started import (
     TAKEN,
     Started,
@@ -40,6 +40,7 @@ from sottovoce_client.auditing.worlds import (
     read_worlds,
     worlds_from,
 )
+from sottovoce_client.terminal import Say
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
 from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
@@ -267,7 +268,7 @@ def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
         if len(together) == most:
             parts.append(_examined(plan, pair, together))
             together.clear()
-        say(f"reading captures: {k + 1:,} of {len(captures):,}")
+        say("reading", k + 1, len(captures), "captures")
     parts += [_examined(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")

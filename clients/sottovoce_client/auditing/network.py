@@ -28,7 +28,7 @@ from sottovoce.auditing.views import Conversation
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import Auditor, AuditRequest, Say, TableRow, coins_line, guess_row, print_verdict
+from sottovoce_client.auditing.audit import Auditor, AuditRequest, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_heard
 from sottovoce_client.auditing.report import attempts_of
 from sottovoce_client.auditing.started import Started, started
@@ -48,6 +48,7 @@ from sottovoce_client.documents import write_json
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
+from sottovoce_client.terminal import Say
 from sottovoce_client.wording import at_best_line, ciphertext_line, count, plural
 from sottovoce_eavesdropper.records import Ciphertext
 from sottovoce_eavesdropper.storage import open_folder
@@ -218,7 +219,7 @@ def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callabl
         if done == 1:  # the services were still waking up
             began = now
         pace = (done - 1) / (now - began) if done > 1 else 0.0
-        say(f"run {done:,} of {runs:,}, {f'{pace:.2g} runs/s' if pace else 'the first one'}")
+        say("running", done, runs, f"runs, {pace:.2g} runs/s" if pace else "runs")
 
     return tell
 

@@ -66,17 +66,16 @@ def demo(
     Learners run private push-sum dual averaging (dpps) on a ring; every edge passes through the eavesdropper, and every record is
     used once, one a round with --data. Ends with a summary and an HTML report.
     """
-    import yaml
-
     from sottovoce.spec import parse_spec
+    from sottovoce.yaml_files import parse_yaml
     from sottovoce_client import terminal
 
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
-        terminal.tell(lambda: yaml.safe_load(text))
+        terminal.tell(lambda: parse_yaml(text))
         return
-    document = yaml.safe_load(text)
+    document = parse_yaml(text)
     if data is not None:
         document["data"] |= {"source": data, "batch_size": 1}
     if rounds is not None:

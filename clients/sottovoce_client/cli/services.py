@@ -64,7 +64,7 @@ def coordinator(
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
     from sottovoce_rpc.credentials import Credentials
-    from sottovoce_rpc.scraping import Scraped
+    from sottovoce_rpc.metrics import Scraped
 
     deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state, Credentials(identity, insecure))
     at = None if metrics is None else Scraped(metrics, deployed.credentials)
@@ -190,7 +190,7 @@ def learner(
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.host_file import hosted, named
     from sottovoce_learner.service import serve
-    from sottovoce_rpc.scraping import Scraped
+    from sottovoce_rpc.metrics import Scraped
 
     options = {
         "coordinator": coordinator,
@@ -247,7 +247,7 @@ def eavesdropper(
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
     from sottovoce_rpc.credentials import Credentials
-    from sottovoce_rpc.scraping import Scraped
+    from sottovoce_rpc.metrics import Scraped
 
     deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports, Credentials(identity, insecure))
     at = None if metrics is None else Scraped(metrics, deployed.credentials)
@@ -280,7 +280,7 @@ def eavesdropper_relay(
     config: ConfigFile = None,
 ) -> None:
     """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
-    from sottovoce_eavesdropper.foreign import ForeignConfig, serve
+    from sottovoce_eavesdropper.relay import ForeignConfig, serve
 
     relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
     _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level, log_format)
@@ -331,8 +331,7 @@ def eavesdropper_audit(
 def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str, log_format: str = "auto") -> None:
     import structlog
 
-    from sottovoce_rpc.logs import configure_logs, failure
-    from sottovoce_rpc.private import keep_private
+    from sottovoce_rpc.logs import configure_logs, failure, keep_private
 
     configure_logs(log_level, log_format)
     for name in require_variables(os.environ):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from sottovoce.data.files import RawTable
 from sottovoce.data.known import KNOWN, VARIABLE, KnownSource, cache_folder, find, nearest
 from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SpecError
+from sottovoce.yaml_files import write_yaml
 from sottovoce_client import terminal
 from sottovoce_client.data.fetch import digest_of
 from sottovoce_client.wording import NOTHING, plural
@@ -205,7 +205,7 @@ def example(source: str, table: RawTable, label: str | None = None) -> str:
         document["loss"] = {"kind": "ridge", "label_bound": bound or 1.0}
     elif len(classes) > 2:
         document["loss"] = {"kind": "softmax", "classes": len(classes)}
-    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True)
+    return write_yaml(document, flow=None)
 
 
 # ---- on the terminal -------------------------------------------------------------------------------------------------

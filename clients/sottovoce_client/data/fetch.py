@@ -23,7 +23,7 @@ from sottovoce.data.known import VARIABLE, KnownSource, Original
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce.optional import import_extra
 from sottovoce_client.data.convert import convert, gunzip, unzip
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import scratch
 from sottovoce_rpc.addresses import place_of_url
 
 RETRIES = 2

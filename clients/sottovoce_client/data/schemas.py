@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +30,7 @@ from sottovoce.errors import DataError
 from sottovoce.losses import Loss
 from sottovoce.losses.linear import Logistic, Ridge, Softmax
 from sottovoce.spec import RunSpec
+from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import constant_note
 from sottovoce_client.documents import new_file, require_new
@@ -80,7 +80,7 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
             file.write(made.text.encode())
         _print_draft(made, console)
         console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
-    terminal.tell(lambda: {"out": out, "schema": yaml.safe_load(made.text)})
+    terminal.tell(lambda: {"out": out, "schema": parse_yaml(made.text)})
 
 
 def _print_draft(made: Draft, console: Console) -> None:

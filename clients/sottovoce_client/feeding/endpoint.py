@@ -25,9 +25,8 @@ from sottovoce_client.feeding.progress import Account, Work
 from sottovoce_client.feeding.pump import Target, Terms, unless
 from sottovoce_client.feeding.records import Unfit, json_of
 from sottovoce_client.feeding.sinks import Full, Refused, Sinks, WhenFull
-from sottovoce_rpc.addresses import place_of
+from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.loopback import is_loopback, of_this_user
 from sottovoce_rpc.tasks import Tasks
 
 log = structlog.get_logger()

@@ -19,9 +19,9 @@ from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.live.sending import At
 from sottovoce_rpc.codec import from_tensor, to_tensor
-from sottovoce_rpc.early import answered
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 _REACH_S, _CALL_S = 10.0, 60.0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from sottovoce.algorithms.setting import AlgorithmSpec
@@ -17,6 +16,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.running.cautions import budget_cautions
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, move_paths, read_document
+from sottovoce.yaml_files import write_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.privacy.budget import learner_index
@@ -52,7 +52,7 @@ def calibrate_to(
     for finding in budget_cautions(build_run(found.spec, prepared.data.n_features), prepared.data):
         console.print(f"warning: {finding.text} [{finding.code}]", highlight=False, markup=False, soft_wrap=True)
     document = _with_algorithm(source, spec.algorithm, found, out)
-    text = yaml.safe_dump(document, sort_keys=False)
+    text = write_yaml(document)
     if out is None:
         print(text, end="")
     else:

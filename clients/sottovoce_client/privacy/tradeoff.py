@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import BLUE, FAINT, GREEN, PINK, RED, Figure, View, diamond, dots, line
 from sottovoce_client.reports.marks import Axis
 from sottovoce_client.reports.page import Column, Page, PageTable
+from sottovoce_client.terminal import Say, say_nothing
 from sottovoce_client.wording import number, with_error
 
 _ERROR = "error"
@@ -97,9 +98,7 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     return code
 
 
-def measure(
-    prepared: Prepared, epsilon: float, trade: Trade, say: Callable[[str], None] = lambda what: None
-) -> Measured:
+def measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_nothing) -> Measured:
     """Simulate with the noise of one level; `say` is told how far it is."""
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
@@ -107,7 +106,7 @@ def measure(
     metrics = Metrics(run, data, at=(spec.rounds,))
     for step in simulate(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.take(step)
-        say(f"simulating at epsilon {number(epsilon)}: {step.t + 1:,} of {spec.rounds:,} rounds")
+        say(f"simulating at epsilon {number(epsilon)}", step.t + 1, spec.rounds, "rounds")
     name = "accuracy" if trade.metric == _ERROR else trade.metric
     if name not in metrics.curves:
         known = [_ERROR if each == "accuracy" else each for each in metrics.curves.curves]

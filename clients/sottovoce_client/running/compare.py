@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from rich.console import Console
 
 from sottovoce.budget.composition import dearest_record, record_losses
@@ -27,6 +26,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce.table import Table
 from sottovoce.text import plain
+from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure, View, band, line, short
@@ -115,7 +115,7 @@ def from_files(paths: Sequence[Path]) -> list[_Source]:
 
 def the_field() -> list[_Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
-    document = yaml.safe_load(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
+    document = parse_yaml(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
     return [(each["name"], partial(parse_spec, each, imports=True, source=each["name"])) for each in specs]
 
@@ -151,7 +151,8 @@ def compare(
             first = first or spec
             require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
-                results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
+                told = partial(say, title, unit="rounds")
+                results.append(result_of(source, prepare(spec), replicas, seed, told))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
@@ -182,10 +183,6 @@ def require_same_records(data: DataSpec, first: DataSpec) -> None:
     for field in _SAME:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
-
-
-def _told(say: Callable[[str], None], title: str, done: int, rounds: int) -> None:
-    say(f"{title}: {done:,} of {rounds:,} rounds")
 
 
 def result_of(

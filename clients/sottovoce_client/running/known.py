@@ -18,12 +18,11 @@ from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.early import answered
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import misconduct_lines
+from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
+from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 CALL_S = 10.0

@@ -24,14 +24,12 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.early import answered, told_early
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import misconduct_lines
+from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
-from sottovoce_rpc.tasks import Tasks, first_of
+from sottovoce_rpc.tasks import Tasks, answered, first_of, told_early
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 _CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0

@@ -104,7 +104,7 @@ def simulate_to(
                 decided.write(step.t, "decision", step.before)
             if noises is not None:
                 noises.write(step)
-            say(f"simulating: {step.t + 1:,} of {spec.rounds:,} rounds")
+            say("simulating", step.t + 1, spec.rounds, "rounds")
 
         done = simulate(experiment, replicas, metrics="metrics" in write, noise=recorder or source, progress=took)
         for file in filter(None, (decided, final)):

@@ -35,11 +35,11 @@ from sottovoce_client.web.view import (
 )
 from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.early import answered
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
+from sottovoce_rpc.tasks import answered
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 APART_S = 1.0

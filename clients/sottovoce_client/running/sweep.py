@@ -19,8 +19,8 @@ from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, Prepared, experiment_of, prepare, require_count
 from sottovoce.running.simulator import SimulatedRound
 from sottovoce.table import Table
-from sottovoce_client.backends import Backend, mapper_over
-from sottovoce_client.counting import Count, counted
+from sottovoce_client.backends import Backend, Count, counted, mapper_over
+from sottovoce_client.terminal import Say, say_nothing
 
 _RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
@@ -119,7 +119,7 @@ def sweep_saying(
     jobs: int | None,
     metrics: Sequence[str] | None = None,
     progress: Count | None = None,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = say_nothing,
 ) -> Table:
     """As `sweep`; `ready` is given each combination's run before anything is simulated, `say` is told how far it is."""
     require_count("seeds", seeds)
@@ -136,7 +136,7 @@ def sweep_saying(
     for setting, mine in zip(settings, jobs_of, strict=True):
         for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed):
             rows.append((*map(_shown, setting), *row))
-            say(f"resampling: {len(rows):,} of {len(settings) * len(found[0].finals):,} intervals")
+            say("resampling", len(rows), len(settings) * len(found[0].finals), "intervals")
     return Table.of((*changes, *RESULTS), rows)
 
 
@@ -166,14 +166,13 @@ def _jobs(
 
 
 def _worked(
-    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, say: Callable[[str], None]
+    work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Count | None, say: Say
 ) -> Sequence[_Done]:
-    def count(done: int, of: int) -> None:
-        say(f"simulating: {done:,} of {of:,} rounds")
-
     found = []
     with mapper_over(backend, jobs) as over:
-        for each in counted(over, lambda job: job.rounds, count)(_measured, work):
+        for each in counted(over, lambda job: job.rounds, lambda done, of: say("simulating", done, of, "rounds"))(
+            _measured, work
+        ):
             found.append(each)
             if progress is not None:
                 progress(len(found), len(work))

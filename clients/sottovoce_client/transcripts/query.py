@@ -30,8 +30,7 @@ from sottovoce.optional import import_extra
 from sottovoce.running.transcript import COLUMNS, parquet
 from sottovoce.text import cell_of
 from sottovoce_client import terminal
-from sottovoce_client.documents import new_file, require_new
-from sottovoce_client.scratch import scratch
+from sottovoce_client.documents import new_file, require_new, scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec

@@ -19,8 +19,8 @@ from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
 from sottovoce_eavesdropper.lookout import EXCHANGE
-from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_eavesdropper.recording import Participants
 from sottovoce_rpc.certificates import by_domain
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Principal, Role

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import grpc
 import numpy as np
-import yaml
+from ruamel.yaml.error import YAMLError
 
 from sottovoce.auditing.online.keys import SIZE, Keys
 from sottovoce.errors import CaptureError
-from sottovoce_client.documents import private
-from sottovoce_client.scratch import scratch
+from sottovoce.yaml_files import parse_yaml
+from sottovoce_client.documents import private, scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -134,8 +134,8 @@ class InFolder:
 def _unrecorded(spec: Path) -> bool:
     """Whether a run that is written down here has no capture; what cannot be read says nothing."""
     try:
-        found = yaml.safe_load(spec.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        found = parse_yaml(spec.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError):
         return False
     return isinstance(found, dict) and found.get("capture", "none") == "none"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sottovoce_client.web.files import Files
 from sottovoce_client.web.guard import Guard
-from sottovoce_rpc.loopback import of_this_user
+from sottovoce_rpc.addresses import of_this_user
 
 if TYPE_CHECKING:
     from starlette.requests import Request

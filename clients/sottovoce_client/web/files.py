@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic_core import from_json
+from ruamel.yaml.error import YAMLError
 
 from sottovoce.errors import SottovoceError
 from sottovoce.text import plain
@@ -187,5 +187,5 @@ def _view(said: Mapping[str, Any]) -> RunView | None:
     """The run of a summary; None where it is one of another version."""
     try:
         return ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
-    except (SottovoceError, yaml.YAMLError, LookupError, TypeError, ValueError):
+    except (SottovoceError, YAMLError, LookupError, TypeError, ValueError):
         return None

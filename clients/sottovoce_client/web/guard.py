@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from sottovoce.errors import SpecError
-from sottovoce_rpc.loopback import is_loopback, of_this_user
+from sottovoce_rpc.addresses import is_loopback, of_this_user
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

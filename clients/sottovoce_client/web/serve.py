@@ -15,8 +15,7 @@ from sottovoce_client.web.app import console_app
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.guard import token_of
 from sottovoce_client.web.services import Asked
-from sottovoce_rpc.addresses import place_of
-from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.addresses import is_loopback, place_of
 from sottovoce_rpc.server import serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
 

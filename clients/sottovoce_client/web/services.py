@@ -18,8 +18,7 @@ from sottovoce_client.web.plans import Way
 from sottovoce_client.web.view import CaptureLine, Count, Course, Look, RunLine
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import misconduct_lines
+from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error

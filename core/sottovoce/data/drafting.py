@@ -16,7 +16,6 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import ValidationError
 
 from sottovoce.data.cells import (
@@ -42,6 +41,7 @@ from sottovoce.data.spec import Schema
 from sottovoce.errors import DataError
 from sottovoce.explaining import requirement
 from sottovoce.registry import LARGEST
+from sottovoce.yaml_files import write_yaml
 
 MOST_WORDS = 50
 """Different words of a category."""
@@ -406,13 +406,11 @@ def _commented(comment: str, entry: Any) -> str:
 
 def _dumped(entry: Any) -> str:
     """A mapping or a list as YAML: on a line where it is short."""
-    look: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": float("inf")}
     if isinstance(entry, dict) and len(entry) == 1:
-        line: str = yaml.safe_dump(entry, default_flow_style=True, **look)[1:-2]
+        line = write_yaml(entry, flow=True)[1:-2]
         if len(line) <= _WIDE and "\n" not in line:
             return f"{line}\n"
-    whole: str = yaml.safe_dump(entry, default_flow_style=False, **look)
-    return whole
+    return write_yaml(entry)
 
 
 def draft(columns: Mapping[str, Any], label: str | None = None, header: str | None = None) -> Draft:

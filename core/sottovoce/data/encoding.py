@@ -166,7 +166,7 @@ def _is_positive(
     wanted = {str(label) for label in positive}
     if unknown := sorted(wanted - set(texts)):
         bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
-        advice = "; without quotes YAML takes yes, no, on and off for 1 and 0: put quotes around them" if bare else ""
+        advice = "; without quotes YAML takes true and false for 1 and 0: put quotes around them" if bare else ""
         known = f" ({_listed(texts)})" if shown else ""
         raise SpecError(f"data.positive must name labels {these}{known}, got {_listed(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):

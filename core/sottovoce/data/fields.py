@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 # ---- what a schema file may say --------------------------------------------------------------------------
 
-_QUOTE = "YAML reads yes, no, on and off as true and false, and 2020-01-31 as a date: put quotes around what is text"
+_QUOTE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around what is text"
 
 
 def _words(value: object) -> object:

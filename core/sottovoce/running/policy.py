@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -27,7 +26,7 @@ from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce.registry import Count, Positive, Section
 from sottovoce.running.run import Run, build_run, format_above
 from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import
-from sottovoce.yaml_files import document_of, text_of
+from sottovoce.yaml_files import document_of, text_of, write_yaml
 
 LONGEST_FILE = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
@@ -345,7 +344,7 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
             lines += [f"{indent}{name}:", *_clauses(value, f"{indent}  ")]
         else:
             line = {name: section.model_dump(mode="json")[name]}
-            lines.append(indent + yaml.safe_dump(line, default_flow_style=True, width=math.inf).strip()[1:-1])
+            lines.append(indent + write_yaml(line, flow=True).strip()[1:-1])
         yield "\n".join(lines)
 
 

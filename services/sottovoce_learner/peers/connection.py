@@ -23,7 +23,7 @@ from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
-from sottovoce_rpc.misconduct import KnownBy
+from sottovoce_rpc.learner_status import KnownBy
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import AROUND_BYTES, HELLO_S, channel
 from sottovoce_rpc.status import Ending

@@ -24,7 +24,7 @@ from sottovoce_learner.role import Role
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.misconduct import KnownBy, Misconduct
+from sottovoce_rpc.learner_status import KnownBy, Misconduct
 from sottovoce_rpc.signatures import Signed, digest, is_signature
 
 REMEMBERED = 1_024

@@ -1,0 +1,10 @@
+"""In place of a progress bar: keeps what is reported, as the bar writes it."""
+
+from __future__ import annotations
+
+
+class Reported(list[str]):
+    """Reports of progress, in their order."""
+
+    def say(self, what: str, done: int = 0, of: int = 0, unit: str = "") -> None:
+        self.append(f"{what}: {done} of {of} {unit}" if of else what)
