@@ -23,12 +23,10 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.reports import rendering
-from sottovoce_client.reports.drawing import Figure, View, finite, line, thinned
-from sottovoce_client.reports.heard import MOST_HEARD
-from sottovoce_client.reports.marks import Axis, Mark
-from sottovoce_client.reports.plots import run_figures, stacked
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.reports.verdict import exceeds, statements, verdict_of, worst_case
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import Axis, Mark, View, finite, line, thinned
+from sottovoce_client.reports.plots import MOST_HEARD, run_figures, stacked
+from sottovoce_client.reports.run_report import exceeds, run_page, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
 from tests.client.paths import is_path, wrong_paths
 from tests.client.summaries import (

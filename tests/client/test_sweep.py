@@ -17,9 +17,8 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.table import Table
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
-from sottovoce_client.reports.drawing import BLUE, Figure, View, line
-from sottovoce_client.reports.export import export, formats
-from sottovoce_client.reports.marks import Axis, styled
+from sottovoce_client.reports.drawing import Figure, export, formats
+from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
 from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import RESULTS, interval, sweep

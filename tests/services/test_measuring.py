@@ -12,8 +12,7 @@ import pytest
 from sottovoce.data import PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.reports.verdict import verdict_of
+from sottovoce_client.reports.run_report import run_page, verdict_of
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.measuring import CURVE
 from tests.examples import made_up, small_spec

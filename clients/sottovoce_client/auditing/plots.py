@@ -12,7 +12,8 @@ from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce.auditing.likelihood import Ratios
 from sottovoce.auditing.rounds import RoundBounds
 from sottovoce.lab.watch.sequential import EpsilonBound
-from sottovoce_client.reports.drawing import (
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import (
     AREA,
     BLUE,
     FAINT,
@@ -20,7 +21,8 @@ from sottovoce_client.reports.drawing import (
     INK,
     PINK,
     RED,
-    Figure,
+    Axis,
+    Mark,
     View,
     band,
     bars,
@@ -34,7 +36,6 @@ from sottovoce_client.reports.drawing import (
     thinned,
     upright,
 )
-from sottovoce_client.reports.marks import Axis, Mark
 from sottovoce_client.wording import number
 
 WORLDS = (("first world", BLUE), ("second world", RED))

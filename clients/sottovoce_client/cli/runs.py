@@ -203,7 +203,7 @@ def simulate(
     from sottovoce.running.simulator import require_size
     from sottovoce.spec import dump_spec
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
@@ -275,7 +275,7 @@ def compare(
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.compare import compare as run_all
     from sottovoce_client.running.compare import from_files, the_field
 

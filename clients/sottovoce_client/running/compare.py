@@ -29,9 +29,9 @@ from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
-from sottovoce_client.reports.drawing import Figure, View, band, line, short
-from sottovoce_client.reports.export import export as write_files
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, decades, styled
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.drawing import export as write_files
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, line, short, styled
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.simulation import means
 from sottovoce_client.wording import NOTHING, count, number, with_error

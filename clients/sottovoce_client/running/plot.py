@@ -16,9 +16,8 @@ from sottovoce.door import METRICS
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.running.transcript import parquet
 from sottovoce.table import Table
-from sottovoce_client.reports.drawing import Figure, View, band, dots, line, short
-from sottovoce_client.reports.export import FIGURES, export
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, decades, styled
+from sottovoce_client.reports.drawing import FIGURES, Figure, export
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, dots, line, short, styled
 from sottovoce_client.reports.page import Page
 from sottovoce_client.running.compare import names_of
 from sottovoce_client.running.sweep import RESULTS

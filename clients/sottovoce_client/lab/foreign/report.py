@@ -17,8 +17,8 @@ from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
 from sottovoce_client.auditing.report import DIGEST_LINES, guesses_table, tests_table
 from sottovoce_client.lab.foreign.runs import ForeignRequest, Reading
-from sottovoce_client.reports.drawing import BLUE, GREEN, PINK, Figure, View, line, rule, upright
-from sottovoce_client.reports.marks import Axis
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import BLUE, GREEN, PINK, Axis, View, line, rule, upright
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import number
 

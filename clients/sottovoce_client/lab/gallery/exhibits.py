@@ -12,9 +12,9 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import get_extra
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
-from sottovoce_client.reports import heard
-from sottovoce_client.reports.drawing import FAINT, RULE, Figure, View, line, rule, thinned
-from sottovoce_client.reports.marks import PALETTE, Axis
+from sottovoce_client.reports import drawing
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
 
@@ -91,7 +91,7 @@ def png(values: FloatArray) -> bytes:
     """A grey PNG of values in [0, 1] (1 is black), or in [-1, 1] where some are negative; one pixel a value."""
     ink = (values + 1.0) / 2.0 if (values < 0).any() else values
     grey = np.rint(255.0 * (1.0 - np.clip(ink, 0.0, 1.0))).astype(np.uint8)
-    return heard.png(grey)
+    return drawing.png(grey)
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
