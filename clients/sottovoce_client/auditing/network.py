@@ -19,7 +19,7 @@ from sottovoce_client.auditing.captures import audit_of, find, require_heard
 from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger, tossed
 from sottovoce_client.auditing.started import Started, started
 from sottovoce_client.auditing.worlds import Way, as_audited, coins_of, pairs_of, read_worlds, write_worlds
-from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
+from sottovoce_client.running.conduct import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
 from sottovoce_client.wording import plural

@@ -276,7 +276,7 @@ def compare(
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
-    from sottovoce_client.running.compare import compare as run_all
+    from sottovoce_client.running.compare import compare_to as run_all
     from sottovoce_client.running.compare import from_files, the_field
 
     asked = formats(export)

@@ -208,19 +208,24 @@ def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
     across = max(1, min(len(listed), _LETTERS // (max((len(each.name) for each in listed), default=0) + _SIGN)))
     named = sum(bool(each.name) for each in figure.marks)
     rows = math.ceil(len(listed) / across) if named > 1 else 0
-    size = (width / _INCH, (figure.height + _ROW * rows) / _INCH)
-    canvas = _matplotlib(".figure").Figure(size, layout="constrained")  # without pyplot: no window, no global state
-    axes = canvas.add_subplot()
+    height = figure.height + (8 + _ROW * rows if rows else 0)
+    size = (width / _INCH, height / _INCH)
+    canvas = _matplotlib(".figure").Figure(size)  # without pyplot: no window, no global state
+    axes = canvas.add_axes((0, 0, 1, 1))
     signs = {id(mark): _draw(axes, mark, k) for k, mark in enumerate(figure.marks)}
     sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
     _set_axis(axes, "x", view.x, [each.x for each in figure.marks])
     _set_axis(axes, "y", view.y, [side for pair in sides for side in pair if side is not None])
     if bare:
         axes.set_axis_off()
+    else:  # Matplotlib's own layouts draw everything twice
+        widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
+        left, right, top, bottom = 34 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
+        axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     if rows:
         names = [f"\u200b{mark.name}" for mark in listed]  # Matplotlib leaves out those that begin with an underscore
         shown = [signs[id(mark)] for mark in listed]
-        canvas.legend(shown, names, loc="outside lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
+        canvas.legend(shown, names, loc="lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
     return canvas
 
 

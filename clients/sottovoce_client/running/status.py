@@ -18,21 +18,27 @@ from sottovoce.errors import NotReady, SottovoceError, StrangerError
 from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
-from sottovoce_client.running.operate import UNFED
-from sottovoce_client.web.plans import Plan, plan_of
-from sottovoce_client.web.services import Places, capture_line, course_of, look_at, run_line
-from sottovoce_client.web.view import (
+from sottovoce_client.running.monitoring import (
     CaptureLine,
     Course,
     History,
     LearnerView,
     Look,
+    Places,
+    Plan,
     RunLine,
     RunView,
+    capture_line,
+    course_of,
     lasting,
+    look_at,
+    moment,
     newest,
+    plan_of,
+    run_line,
     run_view,
 )
+from sottovoce_client.running.operate import UNFED
 from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.early import answered
@@ -166,17 +172,12 @@ async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
     run_id = asked.run or newest(lines)
     if not run_id:
         return None, ()
-
-    async def told() -> coordinator_pb2.Run:
-        request = coordinator_pb2.GetRunRequest(run_id=run_id)
-        return await known.asked(at, who, lambda stub: stub.GetRun(request, timeout=known.CALL_S))
-
-    run, history = await told(), History()
+    run, history = await known.get_run(at, run_id, who), History()
     plan = plan_of(run.spec)
     history.add(look_at(run, None, time.monotonic()))
     if run.state == coordinator_pb2.RUN_STATE_RUNNING:
         await asyncio.sleep(APART_S)
-        run = await told()
+        run = await known.get_run(at, run_id, who)
         history.add(look_at(run, None, time.monotonic()))
     others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
     return run_view(course_of(run), plan, history), others
@@ -398,11 +399,6 @@ def _in_all(learner: LearnerView) -> str:
     """What a learner has spent in all its runs, for its owner."""
     limit = "no limit" if learner.own_limit is None else f"of {number(learner.own_limit)}"
     return f"ε {number(learner.elsewhere + learner.epsilon)}, {limit}"
-
-
-def moment(when: float) -> str:
-    """A Unix time in this machine's zone."""
-    return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def _date(when: float) -> datetime:

@@ -27,7 +27,7 @@ from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View, document, print_end, view
 from sottovoce_client.privacy.budget import learner_index
-from sottovoce_client.running.launch import run_async
+from sottovoce_client.running.conduct import run_async
 from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_learner.kept import Learned, learners_in
