@@ -348,7 +348,7 @@ def test_what_figures_need_is_asked_for_before_the_work(tmp_path: Path, monkeypa
             "--out",
             str(tmp_path / "o"),
         ]
-        with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[plot\]'"):
+        with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[audit\]'"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
 
     assert formats("csv,latex") == ("csv", "latex")  # tables need nothing
