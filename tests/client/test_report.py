@@ -203,7 +203,7 @@ def test_plots_read_no_tags_in_a_learners_name() -> None:
     assert "<b>x</b>" not in text and "<title>&lt;b&gt;x&lt;/b&gt;</title>" in text
 
 
-@pytest.mark.parametrize("name", ["_ward", "$\\alpha$ $", "^{}_{", "a\\nb"])
+@pytest.mark.parametrize("name", ["_ward", "$\\alpha$ $", "^{}_{", "#0072b2", "url(#x_1"])
 def test_a_name_is_in_the_legend_as_it_is(name: str) -> None:
     lines = [line([1, 2], [1, 2], each, "blue") for each in (name, "other")]
     drawn = Figure("f", "F", lines, (View("", Axis(name), Axis("y")),)).__html__()

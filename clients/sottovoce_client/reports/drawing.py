@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.files import import_extra
@@ -141,6 +140,7 @@ _STEPS = {"": "default", "after": "steps-post", "middle": "steps-mid"}
 _FAR = 1e100
 """What lies beyond cannot be drawn, and is a gap."""
 _SOFT, _LINE, _RULE, _INK, _PAPER = (COLOURS[name][0] for name in ("soft", "line", "rule", "ink", "paper"))
+_VARIABLES = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
 _LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -166,17 +166,6 @@ def _matplotlib(part: str = "") -> Any:
     return import_extra(f"matplotlib{part}", "Matplotlib", "a figure")
 
 
-def png(greys: NDArray[np.uint8]) -> bytes:
-    """A PNG of `(rows, columns)` greys.
-
-    Raises:
-        SpecError: Matplotlib is not installed.
-    """
-    buffer = io.BytesIO()
-    _matplotlib(".image").imsave(buffer, greys, vmin=0, vmax=255, cmap="gray", format="png")
-    return buffer.getvalue()
-
-
 def _look(**more: Any) -> Any:
     return _matplotlib().rc_context({**_LOOK, **more})
 
@@ -189,14 +178,17 @@ def _inline(figure: Figure, view: View, k: int) -> str:
         canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         width, height = (72 * side for side in canvas.get_size_inches())
     drawing = buffer.getvalue().partition("</defs>")[2]  # after a style that would be that of the whole page
-    drawing = re.sub(
-        r'<g id="mark_(\d+)">', lambda at: f"<g><title>{html.escape(figure.marks[int(at[1])].name)}</title>", drawing
-    )
-    drawing = re.sub(r' id="[^"]*_\d+"', "", drawing)  # of groups: nothing refers to them
-    drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", drawing)
-    drawing = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+|\s*\n|(?<=[ML]) ", r"\1", path[0]), drawing)
-    for name, (light, _) in COLOURS.items():
-        drawing = drawing.replace(light, f"var(--{name})")
+
+    def inline(found: re.Match[str]) -> str:
+        """A tag, of which text is no part: names stay as they are."""
+        if marked := re.fullmatch(r'<g id="mark_(\d+)">', found[0]):
+            return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
+        tag = re.sub(r' id="[^"]*_\d+"', "", found[0])  # of groups: nothing refers to them
+        tag = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", tag)
+        tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+|\s*\n|(?<=[ML]) ", r"\1", path[0]), tag)
+        return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+
+    drawing = re.sub(r"<[^>]*>", inline, drawing)
     label = html.escape(figure.said(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
@@ -223,7 +215,8 @@ def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
         left, right, top, bottom = 34 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
         axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     if rows:
-        names = [f"\u200b{mark.name}" for mark in listed]  # Matplotlib leaves out those that begin with an underscore
+        # Matplotlib leaves out names that begin with an underscore.
+        names = [f"\u200b{mark.name}" if mark.name.startswith("_") else mark.name for mark in listed]
         shown = [signs[id(mark)] for mark in listed]
         canvas.legend(shown, names, loc="lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
     return canvas
