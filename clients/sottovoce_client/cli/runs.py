@@ -294,7 +294,7 @@ def compare(
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
     """On services as `LocalServices` has them."""
-    from sottovoce_client.running.launch import run_up
+    from sottovoce_client.running.conduct import run_up
 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
         return run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services)

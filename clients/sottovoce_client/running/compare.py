@@ -150,7 +150,7 @@ def compare_to(
         try:
             spec = load()
             first = first or spec
-            require_same_records(spec.data, first.data)
+            _require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
                 results.append(result_of(source, prepare(spec), replicas, seed, partial(_told, say, title)))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
@@ -174,7 +174,7 @@ _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "int
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
-def require_same_records(data: DataSpec, first: DataSpec) -> None:
+def _require_same_records(data: DataSpec, first: DataSpec) -> None:
     """Refuse specs that learn from, or hold out, other records than the first one.
 
     Raises:
@@ -409,5 +409,5 @@ def compare(
             f"experiments to compare must have different names, got {', '.join(names) or 'none'}: give them as a mapping by name"
         )
     for _, each in named:
-        require_same_records(each.data, named[0][1].data)
+        _require_same_records(each.data, named[0][1].data)
     return table_of([result_of(name, each.prepared, replicas, seed) for name, each in named], names)

@@ -71,7 +71,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     if run.spec.data.live:
         known = None
         if logs is not None and transcript is not None:
-            known = parts.computed("which records came", lambda: learned_by(logs, run, data, outcome.run_id))
+            known = parts.computed("which records came", lambda: _learned_by(logs, run, data, outcome.run_id))
     learners = tuple(
         _learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
     )
@@ -399,7 +399,7 @@ CURVE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Measured:
+class _Measured:
     """What a learner's model says of the held-out records.
 
     Attributes:
@@ -417,7 +417,7 @@ def measure(
     statuses: Sequence[LearnerStatus],
     transcript: Transcript | None,
     wanted: Sequence[bool],
-) -> dict[int, Measured]:
+) -> dict[int, _Measured]:
     """Of those learners whose models follow from what is here, by index.
 
     Args:
@@ -434,7 +434,7 @@ def measure(
     return {i: each for i, each in found.items() if each is not None}
 
 
-def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> Measured | None:
+def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> _Measured | None:
     """None: what is known of its models ends before the last round but one."""
     looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, CURVE)))} | {done - 2}
     curve, labels, rounds = list[tuple[int, float]](), None, 0
@@ -443,10 +443,10 @@ def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, do
         if k in looks:
             labels = run.loss.classify(run.loss.predict(machine.model[0, 0], data.test_features))
             curve.append((rounds, float(np.mean(labels == data.test_labels))))
-    return None if labels is None or rounds < done - 1 else Measured(labels, tuple(curve))
+    return None if labels is None or rounds < done - 1 else _Measured(labels, tuple(curve))
 
 
-def cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, Measured]) -> str:
+def cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measured]) -> str:
     """What publishing it costs: of the model that costs most, in words; empty where nothing was measured."""
     told = [
         publication(
@@ -465,7 +465,7 @@ MOST_ROUNDS = 100_000
 """Rounds whose records are held in memory."""
 
 
-def learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared | None:
+def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared | None:
     """A run of live records as if it had been planned: what its learners have learned, by their logs.
 
     Args:

@@ -313,7 +313,7 @@ def _marks(name: str, curve: Line, k: int, *, banded: bool) -> Iterator[Mark]:
     yield line(curve.x, curve.mean, name, colour, dash=dash)
 
 
-def for_paper(table: Table) -> Table:
+def _for_paper(table: Table) -> Table:
     """A table as short as a paper has room for: of a simulation what the whole network came to after the last round."""
     if tuple(table.columns) != METRICS or not len(table):
         return table
@@ -333,7 +333,7 @@ def export_results(
     """
     if shown is None:
         shown = figures(tables) if set(asked) & set(FIGURES) else []
-    written = export(folder, asked, tables, shown, {name: for_paper(table) for name, table in tables.items()})
+    written = export(folder, asked, tables, shown, {name: _for_paper(table) for name, table in tables.items()})
     for path in written:
         print(path)
     return written

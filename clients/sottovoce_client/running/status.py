@@ -110,7 +110,7 @@ class Status:
         broken = [
             f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
         ]
-        told = [line for view in seen for line in faults_of(view)]
+        told = [line for view in seen for line in _faults_of(view)]
         return tuple(dict.fromkeys([*self.problems, *told, *broken]))
 
 
@@ -120,7 +120,7 @@ def _ended_itself(run: RunView) -> bool:
     return run.state == "stopped" and (exhausted or run.detail.startswith(UNFED))
 
 
-def faults_of(run: RunView) -> Iterator[str]:
+def _faults_of(run: RunView) -> Iterator[str]:
     """What is wrong with a run, a line on each."""
     if run.state == "failed" and run.ended is not None:
         yield f"the run failed: {run.detail or 'nobody says why'}"
@@ -260,8 +260,8 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
         "rounds": run.rounds,
         "rounds_done": run.round,
         "rounds_per_second": run.rate,
-        "rounds_per_second_so_far": mean_rate(run, now),
-        "seconds_left": seconds_left(run, now),
+        "rounds_per_second_so_far": _mean_rate(run, now),
+        "seconds_left": _seconds_left(run, now),
         "capture": run.capture,
         "learners": [
             {
@@ -328,25 +328,25 @@ def _print_run(run: RunView, status: Status, console: Console, learner: str = ""
 def progress_line(run: RunView, now: float) -> str:
     """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
     parts = [reached_of(run.round, run.rounds)]
-    mean = mean_rate(run, now)
+    mean = _mean_rate(run, now)
     if run.ended is not None or run.state != "running":
         return parts[0]
     so_far = f" ({number(mean, 3)} so far)" if mean is not None else ""
     parts.append(f"{number(run.rate, 3)} rounds/s{so_far}")
-    if (left := seconds_left(run, now)) is not None:
+    if (left := _seconds_left(run, now)) is not None:
         parts.append(f"about {duration(left)} left")
     return ", ".join(parts)
 
 
-def mean_rate(run: RunView, now: float) -> float | None:
+def _mean_rate(run: RunView, now: float) -> float | None:
     """Rounds a second since it was started; None: that is not known."""
     seconds = (now if run.ended is None else run.ended) - run.started
     return run.round / seconds if run.started and seconds > 0 else None
 
 
-def seconds_left(run: RunView, now: float) -> float | None:
+def _seconds_left(run: RunView, now: float) -> float | None:
     """At the pace of now, as far as it lasts; where no round fell into this while, at that since the start. None: not known."""
-    pace = run.rate or mean_rate(run, now)
+    pace = run.rate or _mean_rate(run, now)
     if run.rounds is None or run.state != "running" or not pace:
         return None
     return float(f"{max(0, run.rounds - run.round) / lasting(pace, run.period_s):.2g}")

@@ -75,7 +75,7 @@ def token_of(path: Path | None) -> str:
     return token
 
 
-class Guard:
+class _Guard:
     """Refuses whoever may not look, before anything else is asked.
 
     Args:
@@ -183,7 +183,7 @@ class Known(Protocol):
         ...
 
 
-def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> Guard:
+def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
     """The console as an ASGI application.
 
     Args:
@@ -223,7 +223,7 @@ def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], boo
         Route("/files/{path:path}", opened),
         Route("/{name}", own),
     ]
-    return Guard(Starlette(routes=routes), token, cookie, ours)
+    return _Guard(Starlette(routes=routes), token, cookie, ours)
 
 
 async def _sent(pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -35,7 +35,7 @@ class ReportLine:
     modified: float
 
 
-def ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
+def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
     """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
 
     Args:
@@ -264,6 +264,6 @@ def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
 def _view(said: Mapping[str, Any]) -> RunView | None:
     """The run of a summary; None where it is one of another version."""
     try:
-        return ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
+        return _ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
     except (SottovoceError, yaml.YAMLError, LookupError, TypeError, ValueError):
         return None

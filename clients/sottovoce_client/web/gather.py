@@ -264,7 +264,7 @@ class Gathering:
             at=time.time(),
             version=sottovoce.__version__,
             run=shown,
-            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._listed),
+            runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
             captures=merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,
@@ -277,7 +277,7 @@ class Gathering:
 # ---- what services say, and results ---------------------------------------------------------------------------------
 
 
-def as_ended(line: RunLine, end: End | None) -> RunLine:
+def _as_ended(line: RunLine, end: End | None) -> RunLine:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
@@ -295,11 +295,11 @@ def merged(
         gone: it tells nothing any more: what lies in the folder is newer.
     """
     by_name = {each.name: each for each in found}
-    own = [each if each.name not in by_name else as_found(each, by_name[each.name], gone) for each in told]
+    own = [each if each.name not in by_name else _as_found(each, by_name[each.name], gone) for each in told]
     return (*own, *(each for each in found if each.name not in {one.name for one in told}))
 
 
-def as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
+def _as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
     """A capture of which both say something."""
     return found if gone else replace(told, path=found.path)
 
