@@ -237,7 +237,7 @@ def test_names_stand_beside_their_learners_or_under_the_pointer_where_these_are_
 @pytest.mark.parametrize(("points", "marked"), [(5, True), (60, False)])
 def test_points_of_short_curves_are_marked(points: int, marked: bool) -> None:
     made = figure(replace(summary(1), progress=looks(1, 500, 1.0, points)), "learning").__html__()
-    assert (made.count("<use ") > 30) == marked  # beyond the ticks
+    assert ("<g clip-path" in made) == marked
 
 
 def test_a_curve_of_what_was_measured_here_stands_where_no_learner_told_its_own() -> None:
@@ -404,7 +404,7 @@ def test_what_is_missing_is_not_drawn() -> None:
 NUMBERS = st.one_of(st.floats(-10, 1e6), st.sampled_from([math.nan, 0.0, -1.0, 1e300]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data(), st.booleans(), st.sampled_from(["line", "dots", "bars", "area", "upright"]), st.integers(1, 12))
 def test_whatever_is_drawn_is_a_path_that_browsers_draw(data: st.DataObject, log: bool, kind: Any, n: int) -> None:
     def values() -> FloatArray:

@@ -132,7 +132,7 @@ _POINT = 72 / _INCH
 _LETTERS, _SIGN, _ROW = 80, 11, 17
 """Of a row of the legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
 _DPI = 200
-_FEW_POINTS = 25
+_FEW_POINTS = 10
 """A curve of so many points, or fewer, shows them."""
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
@@ -149,6 +149,7 @@ _LOOK = {
     "axes.edgecolor": _RULE,
     "axes.labelcolor": _SOFT,
     "grid.color": _LINE,
+    "lines.solid_capstyle": "butt",
     "xtick.color": _RULE,
     "xtick.labelcolor": _SOFT,
     "ytick.color": _RULE,
@@ -185,10 +186,10 @@ def _inline(figure: Figure, view: View, k: int) -> str:
             return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
         tag = re.sub(r' id="[^"]*_\d+"', "", found[0])  # of groups: nothing refers to them
         tag = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", tag)
-        tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+|\s*\n|(?<=[ML]) ", r"\1", path[0]), tag)
+        tag = re.sub(r' (?:d|x|y)="[^"]*"', lambda place: re.sub(r"(\.\d)\d+|\s*\n|(?<=[ML]) ", r"\1", place[0]), tag)
         return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
 
-    drawing = re.sub(r"<[^>]*>", inline, drawing)
+    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^>]*>", inline, drawing))
     label = html.escape(figure.said(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
@@ -257,7 +258,7 @@ def _draw(axes: Any, mark: Mark, k: int) -> Any:
     if mark.kind == "dots":
         pale = COLOURS["paper"][0] if mark.shape == "diamond" else colour
         look = {"markersize": size if mark.shape == "circle" else 7, "markeredgecolor": pale, "alpha": mark.fill}
-        error = None if mark.low is None else _near(mark.low)
+        error = None if mark.low is None else np.abs(_near(mark.low))
         shown = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **look)
         shown[0].set_gid(gid)
         return shown
@@ -281,9 +282,10 @@ def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -
     low, high = said.low, said.high
     getattr(axes, f"set_{which}label")(said.title)
     if said.log:
-        getattr(axes, f"set_{which}scale")("log")
-        if not (known > 0).any():
+        if not (known > 0).any():  # Matplotlib warns where it has to find the ends itself
             low, high = low or 1.0, high or 10.0
+            getattr(axes, f"set_{which}lim")(low, high)
+        getattr(axes, f"set_{which}scale")("log")
     elif said.zero and low is None and (known >= 0).all():
         low = 0.0
     getattr(axes, f"set_{which}lim")(low, high)

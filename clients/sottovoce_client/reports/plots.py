@@ -50,7 +50,7 @@ KINDS = {
     "output": ("published decisions only", GREEN),
 }
 """Epsilons of a learner, as pages call and colour them."""
-_MOST_TOGETHER = 6400
+_MOST_TOGETHER = 4800
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
 LEVELS = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
 
@@ -68,7 +68,7 @@ def run_figures(summary: RunSummary) -> list[Figure]:
 def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[Mark]:
     """A line for every learner: each in its colour when few; when many, thin and alike."""
     few = len(names) <= len(PALETTE)
-    kept = [thinned(len(x), max(50, _MOST_TOGETHER // len(names))) for x, _ in points]
+    kept = [thinned(len(x), max(25, _MOST_TOGETHER // len(names))) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
         line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
@@ -216,8 +216,10 @@ def _graph(summary: RunSummary) -> Figure:
         fill = 0.15 if each.test_accuracy is None else 0.4 + 0.6 * (each.test_accuracy - low) / reach
         said = [each.name] if each.test_accuracy is None else [each.name, share(each.test_accuracy)]
         here = x[k : k + 1], y[k : k + 1]
-        width = 18.0 if n <= _NAMED else 11.0
-        marks += [dots(*here, "", "paper", width=width), dots(*here, ": ".join(said), BLUE, width=width, fill=fill)]
+        if n <= _NAMED:
+            marks.append(dots(*here, "", "paper", width=18))  # no channel shines through
+        shown = {"width": 18.0, "fill": fill} if n <= _NAMED else {"width": 11.0}
+        marks.append(dots(*here, ": ".join(said), BLUE, **shown))
         if n <= _NAMED:
             marks.append(Mark("text", *here, "\n".join([short(said[0]), *said[1:]])))
     view = View("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
