@@ -1,4 +1,4 @@
-"""Conducting a run for a person: progress while it goes, a summary and a report when it is over."""
+"""A run from one command: its services, its progress, a clean end whatever happens, then a summary and a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sottovoce plot`: figures of what `simulate`, `sweep` and `compare` wrote, a line with its band for every file or setting."""
+"""Plots of results: a line with its band for every file or setting, and the figures of `sottovoce plot`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page and what it asks for, over HTTP: server-sent events, three files, and results to open."""
+"""The console over HTTP: who may ask, the page with its server-sent events, results to open, and the server."""
 
 from __future__ import annotations
 
