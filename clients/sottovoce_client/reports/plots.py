@@ -207,21 +207,20 @@ def _graph(summary: RunSummary) -> Figure:
     both = [pair for pair in summary.edges if not {pair, pair[::-1]} & one_way]
     gap = np.full(len(both), math.nan)
     ends = np.array(both, dtype=int).reshape(-1, 2)
-    lines = [np.column_stack([side[ends], gap]).ravel() for side in (x, y)]
-    marks = [Mark("line", *lines, "", RULE, 0.7 if n > _NAMED else 1.5, context=True)]
+    across, up = (as_floats(np.column_stack([side[ends], gap]).ravel()) for side in (x, y))
+    few = n <= _NAMED
+    marks = [Mark("line", across, up, "", RULE, 1.5 if few else 0.7, context=True)]
     marks += [Mark("arrow", x[[a, b]], y[[a, b]], "", RULE, 1.0) for a, b in summary.one_way]
     known = [each.test_accuracy for each in summary.learners if each.test_accuracy is not None]
     low, reach = min(known, default=0.0), max(max(known, default=1.0) - min(known, default=0.0), 0.01)
     for k, each in enumerate(summary.learners):
-        fill = 0.15 if each.test_accuracy is None else 0.4 + 0.6 * (each.test_accuracy - low) / reach
+        fill = 1.0 if n == 1 or not few else 0.4 + 0.6 * ((each.test_accuracy or low) - low) / reach
         said = [each.name] if each.test_accuracy is None else [each.name, share(each.test_accuracy)]
-        here = x[k : k + 1], y[k : k + 1]
-        if n <= _NAMED:
-            marks.append(dots(*here, "", "paper", width=18))  # no channel shines through
-        shown = {"width": 18.0, "fill": fill} if n <= _NAMED else {"width": 11.0}
-        marks.append(dots(*here, ": ".join(said), BLUE, **shown))
-        if n <= _NAMED:
-            marks.append(Mark("text", *here, "\n".join([short(said[0]), *said[1:]])))
+        if few:
+            marks.append(dots(x[[k]], y[[k]], "", "paper", width=18.0))  # no channel shines through
+            marks.append(Mark("text", x[[k]], y[[k]], "\n".join([short(said[0]), *said[1:]])))
+        fill = 0.15 if each.test_accuracy is None else fill
+        marks.append(dots(x[[k]], y[[k]], ": ".join(said), BLUE, width=18.0 if few else 11.0, fill=fill))
     view = View("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
     label = f"{plural(n, 'learner')}, {plural(len(both) + len(one_way), 'channel')}"
     return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), label)
