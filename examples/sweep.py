@@ -1,4 +1,4 @@
-"""What noise costs: a sweep as a table for LaTeX and a figure for a paper: `python sweep.py` (extras `audit`, `plot`)."""
+"""What noise costs: a sweep as a table for LaTeX and a figure for a paper: `python sweep.py` (extra `audit`)."""
 
 import matplotlib.pyplot as plt
 

@@ -162,7 +162,7 @@ def test_a_mistake_in_it_is_told_alike_where_another_process_made_it() -> None:
 
 def test_a_mistake_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = attrgetter("nosuch")  # it is of C and has no frame, so the last one is the command's
-    monkeypatch.setattr("sottovoce_client.reports.export.formats", fails)
+    monkeypatch.setattr("sottovoce_client.reports.drawing.formats", fails)
     monkeypatch.setattr(sys, "argv", ["sottovoce", "simulate", str(folder / "spec.yaml"), "--out", str(folder / "out")])
     with pytest.raises(AttributeError):
         main()

@@ -51,7 +51,7 @@ _MOST_METRICS = 16 * 1024**2
 _LEAST_FREE = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
-    "audit": ("pyarrow", "jinja2", "pooch", "scipy"),
+    "audit": ("pyarrow", "jinja2", "matplotlib", "pooch", "scipy"),
     "fast": ("uvloop",),
     "feed": HTTP.modules,
     "accounting": ("dp_accounting",),

@@ -45,7 +45,7 @@ _PLACES = {
     # Of the client, which knows the network and this machine's processes. The core imports neither: it names them by string
     # alone, for who has the door has the whole house.
     "Prequential": "sottovoce_client.live.prequential",
-    "compare": "sottovoce_client.running.beside",
+    "compare": "sottovoce_client.running.compare",
     "connect": "sottovoce_client.deployment",
     "connect_learner": "sottovoce_client.live.connecting",
     "sweep": "sottovoce_client.running.sweep",

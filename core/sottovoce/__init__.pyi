@@ -16,7 +16,7 @@ from sottovoce.table import Table as Table
 from sottovoce_client.deployment import connect as connect
 from sottovoce_client.live.connecting import connect_learner as connect_learner
 from sottovoce_client.live.prequential import Prequential as Prequential
-from sottovoce_client.running.beside import compare as compare
+from sottovoce_client.running.compare import compare as compare
 from sottovoce_client.running.sweep import sweep as sweep
 
 __all__: tuple[str, ...]

@@ -12,23 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce_client.documents import page_json
-from sottovoce_client.web.app import console_app
-from sottovoce_client.web.files import Files
-from sottovoce_client.web.plans import Plan, plan_of
-from sottovoce_client.web.serve import server_of
-from sottovoce_client.web.view import (
+from sottovoce_client.running.monitoring import (
     CaptureLine,
     Course,
     History,
     Look,
-    Page,
-    ReportLine,
+    Plan,
     RunLine,
     RunView,
-    WatchLine,
-    WatchView,
+    plan_of,
     run_view,
 )
+from sottovoce_client.web.app import console_app, server_of
+from sottovoce_client.web.files import Files, ReportLine
+from sottovoce_client.web.gather import Page
+from sottovoce_client.web.services import WatchLine, WatchView
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from tests.examples import small_spec

@@ -30,8 +30,8 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import PageTable
 from sottovoce_client.running.compare import (
     HEADS,
-    compare,
     compare_page,
+    compare_to,
     from_files,
     result_of,
     the_field,
@@ -61,7 +61,7 @@ def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = Fal
     """Exit code and what was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    return compare(from_files(specs), prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+    return compare_to(from_files(specs), prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_the_field_can_be_compared(tmp_path: Path) -> None:
     chosen = [(name, load) for name, load in field if name in ("dpcda", "dvp")]
     for _, load in field:
         assert load().data.source == "breast_cancer"
-    assert compare(chosen, prepare, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
+    assert compare_to(chosen, prepare, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
     results = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
     assert [each["spec"] for each in results] == ["dpcda", "dvp"]
     assert results[1]["epsilon_record"] == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round

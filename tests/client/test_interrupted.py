@@ -28,7 +28,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce_client import entry, terminal
 from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app, services
-from sottovoce_client.running.launch import run_async
+from sottovoce_client.running.conduct import run_async
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
 from tests.client.progress import Reported
 

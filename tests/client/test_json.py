@@ -25,7 +25,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.running.launch import ServiceDied
+from sottovoce_client.running.conduct import ServiceDied
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -219,7 +219,7 @@ def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None
 
 
 def in_place_of_services(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.conduct.run_up", run)
     monkeypatch.setattr("sottovoce_client.running.operate.run_on", run)
 
 
@@ -276,7 +276,7 @@ def test_a_run_that_failed_names_the_log_of_its_learner(folder: Path, monkeypatc
         statuses = tuple(LearnerStatus(str(i), "small-1", rounds_done=2) for i in range(3))
         return Outcome("small-1", "failed", f"{failed}{IN_THE_LOG}", 1.0, statuses, (), None, (None,) * 3)
 
-    monkeypatch.setattr("sottovoce_client.running.launch.run_up", run)
+    monkeypatch.setattr("sottovoce_client.running.conduct.run_up", run)
     for failed, named in (("1 failed: an error; ", "logs/1.log"), ("2 failed: an error; ", "logs")):
         done = CliRunner().invoke(app, ["up", "small.yaml", "--out", "o"])
         assert done.exit_code == 1

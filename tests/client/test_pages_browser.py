@@ -98,37 +98,18 @@ async def test_another_view_is_chosen_without_a_script(browser: Browser, tmp_pat
         await expect(views.nth(0)).to_be_hidden()
 
 
-async def test_values_are_read_with_the_pointer_and_the_arrow_keys(browser: Browser, tmp_path: Path) -> None:
-    made = summary(2, 20)
-    async with tab(browser, viewport={"width": 1280, "height": 900}) as seen:
-        await opened(seen, run_page(made), tmp_path)
-        chart = seen.locator("#plot-budget .view:visible .chart")
-        last = f"tight, per event: {max(each.event for each in made.learners):.4g}"
-        await chart.focus()
-        for _ in range(30):
-            await seen.keyboard.press("ArrowRight")
-        await expect(chart.locator(".tip")).to_contain_text("round 20")
-        told = await chart.locator(".told").all_inner_texts()
-        # A drawing knows values to a ten-thousandth of its height.
-        assert any(text.startswith(last[:-2]) for text in told), told
-        await seen.keyboard.press("Escape")
-        await expect(chart.locator(".tip")).to_be_hidden()
-        box = await chart.locator(":scope > svg").bounding_box()
-        assert box is not None
-        await seen.mouse.move(box["x"] + 1, box["y"] + 20)
-        await expect(chart.locator(".tip")).to_contain_text("round 1")
-
-
-async def test_of_many_curves_the_one_under_the_pointer_is_named(browser: Browser, tmp_path: Path) -> None:
-    async with tab(browser, viewport={"width": 1280, "height": 900}) as seen:
-        await opened(seen, run_page(summary(30, 40)), tmp_path)
-        chart = seen.locator("#plot-loss-event .view:visible .chart")
-        await chart.scroll_into_view_if_needed()
-        box = await chart.locator(":scope > svg").bounding_box()
-        assert box is not None
-        await seen.mouse.move(box["x"] + box["width"] / 2, box["y"] + 5)
-        await expect(chart.locator(".told")).to_have_count(1)
-        await expect(chart.locator(".near")).to_have_count(1)
+async def test_figures_are_as_wide_as_there_is_room_and_as_dark_as_the_page(browser: Browser, tmp_path: Path) -> None:
+    made, inks = run_page(summary(2, 20)), []
+    for scheme in ("light", "dark"):
+        async with tab(browser, color_scheme=scheme, viewport={"width": 1280, "height": 900}) as seen:
+            await opened(seen, made, tmp_path)
+            drawn = seen.locator("#plot-budget .view:visible .drawn")
+            for width, least, most in ((1280, 700, 760), (360, 280, 340)):
+                await seen.set_viewport_size({"width": width, "height": 900})
+                box = await drawn.bounding_box()
+                assert box is not None and least <= box["width"] <= most
+            inks.append(await drawn.locator("text").first.evaluate("(each) => getComputedStyle(each).fill"))
+    assert inks == ["rgb(79, 93, 106)", "rgb(169, 182, 194)"]
 
 
 async def test_a_table_with_more_than_is_seen_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
@@ -158,4 +139,4 @@ async def test_on_paper_a_report_takes_few_pages_and_loses_nothing(browser: Brow
         await seen.set_viewport_size({"width": 694, "height": 1000})  # A4, less its margins
         wide = "[...document.querySelectorAll('table')].filter((each) => each.checkVisibility()).map((each) => each.offsetWidth)"
         assert max(await seen.evaluate(wide)) <= 694
-        await expect(seen.locator(".views:visible, .tip:visible")).to_have_count(0)
+        await expect(seen.locator(".views:visible")).to_have_count(0)

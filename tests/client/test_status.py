@@ -22,9 +22,8 @@ from sottovoce_client.cli import app
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.owner import as_owner
 from sottovoce_client.running import known, status
+from sottovoce_client.running.monitoring import Course, History, Look, Places, RunView, run_view
 from sottovoce_client.running.status import Asked, Status, document, look, progress_line, show
-from sottovoce_client.web.services import Places
-from sottovoce_client.web.view import Course, History, Look, RunView, run_view
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import tasks

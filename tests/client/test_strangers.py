@@ -30,10 +30,9 @@ from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
 from sottovoce_client.running.compare import Result, _as_markdown
 from sottovoce_client.running.console import print_summary, run_console
+from sottovoce_client.running.monitoring import History, capture_line, course_of, look_at, run_line, run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
-from sottovoce_client.web.services import capture_line, course_of, look_at, run_line
-from sottovoce_client.web.view import History, run_view
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.status import as_error

@@ -17,9 +17,8 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.table import Table
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
-from sottovoce_client.reports.drawing import BLUE, Figure, View, line
-from sottovoce_client.reports.export import export, formats
-from sottovoce_client.reports.marks import Axis, styled
+from sottovoce_client.reports.drawing import Figure, export, formats
+from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
 from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import RESULTS, interval, sweep
@@ -349,7 +348,7 @@ def test_what_figures_need_is_asked_for_before_the_work(tmp_path: Path, monkeypa
             "--out",
             str(tmp_path / "o"),
         ]
-        with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[plot\]'"):
+        with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[audit\]'"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
 
     assert formats("csv,latex") == ("csv", "latex")  # tables need nothing

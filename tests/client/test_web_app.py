@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce_client.cli import app
-from sottovoce_client.web.app import console_app
+from sottovoce_client.web.app import _listening, console_app, is_own_host, token_of
 from sottovoce_client.web.files import End, Files
-from sottovoce_client.web.guard import is_own_host, token_of
-from sottovoce_client.web.serve import _listening
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
 GUARD_S = 100.0

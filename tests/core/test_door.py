@@ -108,7 +108,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "sottovoce.experiment",
         "sottovoce.table",
         "sottovoce_client.deployment",
-        "sottovoce_client.running.beside",
+        "sottovoce_client.running.compare",
         "sottovoce_client.running.sweep",
     ],
 )

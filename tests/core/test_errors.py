@@ -14,7 +14,7 @@ from sottovoce.errors import CheckFailed, EquivocationError, RemoteProtocolError
 RAISED_BY = (
     "sottovoce_client.auditing.network",
     "sottovoce_client.watching.canaries",
-    "sottovoce_client.running.launch",
+    "sottovoce_client.running.conduct",
     "sottovoce_client.running.operate",
 )
 """Modules with errors of their own."""

@@ -12,10 +12,8 @@ import pytest
 from sottovoce.data import PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
-from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.reports.verdict import verdict_of
-from sottovoce_client.running.evaluate import summarise
-from sottovoce_client.running.measuring import CURVE
+from sottovoce_client.reports.run_report import run_page, verdict_of
+from sottovoce_client.running.evaluate import CURVE, summarise
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 

@@ -45,7 +45,7 @@ from sottovoce_client.auditing.worlds import (
     write_worlds,
 )
 from sottovoce_client.documents import write_json
-from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
+from sottovoce_client.running.conduct import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
 from sottovoce_client.terminal import Say

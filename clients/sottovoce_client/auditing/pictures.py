@@ -12,13 +12,15 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.audit import Audit, LearnerLoss
 from sottovoce.auditing.worlds import Twins
 from sottovoce_client.auditing.plots import WORLDS
-from sottovoce_client.reports.drawing import (
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import (
     BLUE,
     FAINT,
     INK,
     RED,
     RULE,
-    Figure,
+    Axis,
+    Mark,
     View,
     band,
     bars,
@@ -29,8 +31,7 @@ from sottovoce_client.reports.drawing import (
     thinned,
     upright,
 )
-from sottovoce_client.reports.marks import Axis, Mark
-from sottovoce_client.reports.tables import Column, PageTable
+from sottovoce_client.reports.page import Column, PageTable
 from sottovoce_client.wording import number, share
 
 _ZOOMED = 8

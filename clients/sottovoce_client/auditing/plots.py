@@ -11,7 +11,8 @@ from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce.auditing.likelihood import Ratios, RoundBounds
 from sottovoce.auditing.online.sequential import EpsilonBound
-from sottovoce_client.reports.drawing import (
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import (
     AREA,
     BLUE,
     FAINT,
@@ -19,7 +20,8 @@ from sottovoce_client.reports.drawing import (
     INK,
     PINK,
     RED,
-    Figure,
+    Axis,
+    Mark,
     View,
     band,
     bars,
@@ -33,7 +35,6 @@ from sottovoce_client.reports.drawing import (
     thinned,
     upright,
 )
-from sottovoce_client.reports.marks import Axis, Mark
 from sottovoce_client.wording import number
 
 WORLDS = (("first world", BLUE), ("second world", RED))

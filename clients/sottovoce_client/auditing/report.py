@@ -21,7 +21,8 @@ from sottovoce.spec import dump_spec
 from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.worlds import digest
-from sottovoce_client.reports.drawing import Figure, thinned
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, chance, number
 

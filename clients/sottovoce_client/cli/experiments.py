@@ -50,7 +50,7 @@ def sweep(
     """
     from sottovoce.experiment import load
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import write_table
     from sottovoce_client.running.sweep import sweep_saying
@@ -135,7 +135,7 @@ def plot(
     Writes plot.html.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results, figures, not_shown, read_results, write_page
 
     asked, axes = formats(export), None if log is None else _axes(log)

@@ -181,8 +181,9 @@ def status(
     Example: sottovoce status --coordinator 127.0.0.1:7400 --learner 127.0.0.1:7401
     """
     from sottovoce_client.running import status as looking
+    from sottovoce_client.running.monitoring import Places
     from sottovoce_client.terminal import print_json
-    from sottovoce_client.web.services import Asked, Places
+    from sottovoce_client.web.services import Asked
     from sottovoce_rpc.credentials import Credentials
 
     if folder is None and not (coordinator or learner or eavesdropper):

@@ -202,7 +202,7 @@ def simulate(
     from sottovoce.running.simulator import require_size
     from sottovoce.spec import dump_spec
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
 
@@ -274,8 +274,8 @@ def compare(
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.reports.export import formats
-    from sottovoce_client.running.compare import compare as run_all
+    from sottovoce_client.reports.drawing import formats
+    from sottovoce_client.running.compare import compare_to as run_all
     from sottovoce_client.running.compare import from_files, the_field
 
     asked = formats(export)
@@ -293,7 +293,7 @@ def compare(
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
     """On services as `LocalServices` has them."""
-    from sottovoce_client.running.launch import run_up
+    from sottovoce_client.running.conduct import run_up
 
     def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
         return run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services)

@@ -30,7 +30,8 @@ from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import PINK, Figure, diamond
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import PINK, diamond
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, spent_plot
 from sottovoce_client.reports.run_report import grounds

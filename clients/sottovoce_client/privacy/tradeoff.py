@@ -22,8 +22,8 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import BLUE, FAINT, GREEN, PINK, RED, Figure, View, diamond, dots, line
-from sottovoce_client.reports.marks import Axis
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import BLUE, FAINT, GREEN, PINK, RED, Axis, View, diamond, dots, line
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.terminal import Say, say_nothing
 from sottovoce_client.wording import number, with_error

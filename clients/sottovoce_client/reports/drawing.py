@@ -1,36 +1,29 @@
-"""Figures in the pages' style, each a value that a page shows and an export writes, and the pieces that they are made of."""
+"""Figures: values that a page shows and an export writes. Matplotlib draws both."""
 
 from __future__ import annotations
 
+import html
+import io
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce_client.reports import svg
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, Scale, Values, scaled
-from sottovoce_client.reports.rendering import render
-from sottovoce_client.reports.tables import Column, PageTable
+from sottovoce.arrays import FloatArray
+from sottovoce.data.files import import_extra
+from sottovoce.errors import SpecError
+from sottovoce.table import Table
+from sottovoce_client.documents import until_complete
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, thinned
+from sottovoce_client.reports.page import COLOURS, Column, PageTable, render
+from sottovoce_client.wording import number
 
-BLUE, RED, GREEN, PINK = PALETTE[:4]
-INK, FAINT, RULE, AREA = "ink", "faint", "rule", "area"
-MOST_PANELS = 24
-"""Curves that are drawn each on its own; more are drawn together, thin and alike."""
-_MOST_POINTS = 400
 _MOST_ROWS = 12
 """Of the numbers below a plot."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """One way to look at a figure."""
-
-    name: str
-    x: Axis
-    y: Axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +37,7 @@ class Figure:
         views: ways to look at it; the first is shown until another one is chosen.
         height: of the plot, in pixels.
         numbers: what stands below it for those who do not see it; None: the curves' values.
+        label: what is seen, in words; empty: the axes, and where curves end.
     """
 
     name: str
@@ -52,6 +46,7 @@ class Figure:
     views: Sequence[View]
     height: int = 300
     numbers: PageTable | None = None
+    label: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.marks)
@@ -60,73 +55,32 @@ class Figure:
         """A piece of a page."""
         if not self:
             return ""
-        curves = [each for each in self.marks if each.kind == "line" and not each.context]
-        many = len(curves) > len(PALETTE)
-        drawn = [_View(self, view, curves, panels=many and len(curves) <= MOST_PANELS) for view in self.views]
-        listed = [each for each in self.marks if each.name and not (many and each in curves)]
-        return render(
-            "figure.html.j2",
-            figure=self,
-            views=drawn,
-            legend=[(svg.key(each), each.name) for each in listed],
-            curves=len(curves) if many else 0,
-            panels=drawn[0].panels,
-            numbers=self.numbers or _numbers(self),
-        )
+        views = [(view.name, _inline(self, view, k)) for k, view in enumerate(self.views)]
+        return render("figure.html.j2", figure=self, views=views, numbers=self.numbers or _numbers(self))
 
+    def write(self, path: Path) -> None:
+        """Write the first view as a file; the suffix tells the format. The same figure gives the same bytes.
 
-class _View:
-    """A view, drawn."""
+        Raises:
+            SpecError: Matplotlib is not installed.
+        """
+        form = path.suffix[1:]
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        with until_complete(path) as draft, _look():
+            _drawn(self, self.views[0]).savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
 
-    def __init__(self, figure: Figure, view: View, curves: Sequence[Mark], *, panels: bool) -> None:
-        self.name, self.x, self.y, self.panels = view.name, view.x, view.y, panels
-        self._figure, self._curves = figure, curves
-        self._across = scaled(view.x, _reach(figure.marks, "x"))
-        self._up = scaled(view.y, _reach(figure.marks, "y"))
-        self.ends = [_ends(self._across), _ends(self._up)]
-        self.left = 16 + 7 * svg.widest(self._up)
-
-    @property
-    def label(self) -> str:
+    def said(self, view: View) -> str:
         """What is seen, for those who do not."""
-        axes = f"across {self.x.title}, up {self.y.title}" if self.y.title else f"across {self.x.title}"
-        last = [(each.name, _last(each.y)) for each in self._curves if each.name]
-        told = [f"{name} ends at {self.y.said(value)}" for name, value in last if value is not None]
-        return ". ".join(
-            [f"{self._figure.title}: {axes}", *([", ".join(told)] if told and len(told) <= len(PALETTE) else [])]
-        )
-
-    def drawings(self) -> Iterator[tuple[str, str]]:
-        """Titles, and the plots below them: one for everything, or one for every curve."""
-        frame = svg.grid(self._across, self._up, 3 if self.panels else 6)
-        if not self.panels:
-            marks = svg.stretched(svg.mark(each, self._across, self._up) for each in self._figure.marks)
-            over = "".join(svg.shapes(each, self._across, self._up) for each in self._figure.marks)
-            yield "", frame + marks + over
-            return
-        around = [each for each in self._figure.marks if each not in self._curves]
-        name = f"all-{self._figure.name}-{self.name.replace(' ', '-')}"
-        drawings = svg.panels(self._curves, around, self._across, self._up, name)
-        yield from ((each.name, frame + drawing) for each, drawing in zip(self._curves, drawings, strict=True))
+        if self.label:
+            return f"{self.title}: {self.label}"
+        last = [(each.name, _last(each.y)) for each in _curves(self.marks) if each.name]
+        told = [f"{name} ends at {view.y.said(value)}" for name, value in last if value is not None]
+        axes = f"across {view.x.title}, up {view.y.title}" if view.y.title else f"across {view.x.title}"
+        return ". ".join([f"{self.title}: {axes}", *([", ".join(told)] if told and len(told) <= len(PALETTE) else [])])
 
 
-def _ends(scale: Scale) -> str:
-    kind = "log" if scale.axis.log else "linear"
-    return f"{scale.low:.8g} {scale.high:.8g} {kind} {scale.axis.form}"
-
-
-def _reach(marks: Sequence[Mark], which: str) -> FloatArray:
-    """All values of one axis."""
-    found: list[FloatArray] = []
-    for each in marks:
-        if which == "x":
-            half = np.diff(each.x).mean() / 2 if each.kind == "bars" and len(each.x) > 1 else 0.0
-            found += [each.x - half, each.x + half]
-        elif each.kind != "upright":
-            found.append(each.y)
-            if each.low is not None:
-                found += [each.low] if each.kind == "area" else [each.y - each.low, each.y + each.low]
-    return np.concatenate([as_floats(each) for each in found]) if found else np.zeros(0)
+def _curves(marks: Sequence[Mark]) -> list[Mark]:
+    return [each for each in marks if each.kind == "line" and not each.context]
 
 
 def _last(values: FloatArray) -> float | None:
@@ -169,86 +123,243 @@ def _at(each: Mark, x: FloatArray) -> FloatArray:
     return np.where(outside, math.nan, found)
 
 
-def thinned(length: int, most: int = _MOST_POINTS) -> IntArray:
-    """Positions of at most `most` of `length` values, the first and the last among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, most)).astype(int)) if length else np.zeros(0, dtype=int)
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+_WIDTH, _PAGE_WIDTH, _INCH = 480, 560, 96
+"""Of a figure for papers (a column and a half of most), of one on a page, which stretches it, and an inch, in pixels."""
+_POINT = 72 / _INCH
+"""A pixel, in points."""
+_LETTERS, _SIGN, _ROW = 80, 11, 17
+"""Of a row of the legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
+_DPI = 200
+_FEW_POINTS = 10
+"""A curve of so many points, or fewer, shows them."""
+_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_SHAPES = {"circle": "o", "diamond": "D", "cross": "x"}
+_STEPS = {"": "default", "after": "steps-post", "middle": "steps-mid"}
+_FAR = 1e100
+"""What lies beyond cannot be drawn, and is a gap."""
+_SOFT, _LINE, _RULE, _INK, _PAPER = (COLOURS[name][0] for name in ("soft", "line", "rule", "ink", "paper"))
+_VARIABLES = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
+_LOOK = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": _RULE,
+    "axes.labelcolor": _SOFT,
+    "grid.color": _LINE,
+    "lines.solid_capstyle": "butt",
+    "xtick.color": _RULE,
+    "xtick.labelcolor": _SOFT,
+    "ytick.color": _RULE,
+    "ytick.labelcolor": _SOFT,
+    "text.color": _INK,
+    "text.parse_math": False,  # names are text, whatever they hold
+    "font.size": 9,
+    "pdf.fonttype": 42,  # TrueType: journals refuse Matplotlib's own Type 3
+    "svg.fonttype": "path",  # text as outlines looks alike where the font is missing
+    "svg.hashsalt": "sottovoce",  # ids by content: the same figure, the same file
+}
 
 
-def positive(values: FloatArray) -> FloatArray:
-    """Gaps for what costs nothing, as the first messages do: a logarithmic axis cannot show it."""
-    return np.where(values > 0, values, math.nan)
+def _matplotlib(part: str = "") -> Any:
+    return import_extra(f"matplotlib{part}", "Matplotlib", "a figure")
 
 
-def finite(values: Values) -> FloatArray:
-    """Gaps for what is not finite."""
-    given = np.array([math.nan if value is None else value for value in values], dtype=float)
-    return np.where(np.isfinite(given), given, math.nan)
+def _look(**more: Any) -> Any:
+    return _matplotlib().rc_context({**_LOOK, **more})
 
 
-def short(name: str, most: int = 18) -> str:
-    """A name for which there is little room."""
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _inline(figure: Figure, view: View, k: int) -> str:
+    """Draw a view as a piece of a page: colours are the page's own, and a mark shows its name under the pointer."""
+    buffer = io.StringIO()
+    with _look(**{"svg.fonttype": "none", "savefig.transparent": True}):
+        canvas = _drawn(figure, view, _PAGE_WIDTH)
+        canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        width, height = (72 * side for side in canvas.get_size_inches())
+    drawing = buffer.getvalue().partition("</defs>")[2]  # after a style that would be that of the whole page
+
+    def inline(found: re.Match[str]) -> str:
+        """A tag, of which text is no part: names stay as they are."""
+        if marked := re.fullmatch(r'<g id="mark_(\d+)">', found[0]):
+            return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
+        tag = re.sub(r' id="[^"]*_\d+"', "", found[0])  # of groups: nothing refers to them
+        tag = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", tag)
+        tag = re.sub(r' (?:d|x|y)="[^"]*"', lambda place: re.sub(r"(\.\d)\d+|\s*\n|(?<=[ML]) ", r"\1", place[0]), tag)
+        return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+
+    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^>]*>", inline, drawing))
+    label = html.escape(figure.said(view))
+    return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
 
-# ---- marks -----------------------------------------------------------------------------------------------------------
+def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
+    """Draw one view; the legend lies below the axes, nowhere over the curves."""
+    bare = not (view.x.title or view.y.title)
+    listed = [] if bare else _listed(figure.marks)
+    across = max(1, min(len(listed), _LETTERS // (max((len(each.name) for each in listed), default=0) + _SIGN)))
+    named = sum(bool(each.name) for each in figure.marks)
+    rows = math.ceil(len(listed) / across) if named > 1 else 0
+    height = figure.height + (8 + _ROW * rows if rows else 0)
+    size = (width / _INCH, height / _INCH)
+    canvas = _matplotlib(".figure").Figure(size)  # without pyplot: no window, no global state
+    axes = canvas.add_axes((0, 0, 1, 1))
+    signs = {id(mark): _draw(axes, mark, k) for k, mark in enumerate(figure.marks)}
+    sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
+    _set_axis(axes, "x", view.x, [each.x for each in figure.marks])
+    _set_axis(axes, "y", view.y, [side for pair in sides for side in pair if side is not None])
+    if bare:
+        axes.set_axis_off()
+    else:  # Matplotlib's own layouts draw everything twice
+        widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
+        left, right, top, bottom = 34 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
+        axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
+    if rows:
+        # Matplotlib leaves out names that begin with an underscore.
+        names = [f"\u200b{mark.name}" if mark.name.startswith("_") else mark.name for mark in listed]
+        shown = [signs[id(mark)] for mark in listed]
+        canvas.legend(shown, names, loc="lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
+    return canvas
 
 
-def line(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
-    """A curve; its points are marked where they are few."""
-    return Mark("line", finite(x), finite(y), name, colour, **more)
+def _listed(marks: Sequence[Mark]) -> list[Mark]:
+    """Marks of the legend: not curves that are many and look alike."""
+    curves = _curves(marks)
+    alike = len(curves) > len(PALETTE) and len({(each.colour, each.dash) for each in curves}) == 1
+    return [each for each in marks if each.name and not (alike and each in curves)]
 
 
-def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Mark:
-    """A curve to compare others with, whose points mean nothing."""
-    return line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
+def _draw(axes: Any, mark: Mark, k: int) -> Any:
+    """Draw a mark; returns what stands for it in the legend."""
+    colour, size, gid = COLOURS[mark.colour][0], mark.width * _POINT, f"mark_{k}" if mark.name else None
+    x, y = _near(mark.x), _near(mark.y)
+    stroke = {"color": colour, "linestyle": _DASHES[mark.dash], "linewidth": size, "gid": gid}
+    if mark.kind == "upright":
+        return axes.axvline(x[0], **stroke)
+    if mark.kind == "image":
+        return axes.imshow(mark.image, extent=(x[0], x[-1], y[-1], y[0]), aspect="auto", interpolation="none")
+    if mark.kind == "arrow":
+        look = {"arrowstyle": "-|>", "color": colour, "linewidth": size, "shrinkA": 0, "shrinkB": 8}
+        return axes.annotate("", (x[1], y[1]), (x[0], y[0]), arrowprops=look)
+    if mark.kind == "text":  # beyond the point, as seen from the middle
+        sides = ("right", "center", "left")[_side(x[0])], ("top", "center", "bottom")[_side(y[0])]
+        place = {"xytext": (11 * x[0], 11 * y[0]), "textcoords": "offset points"}
+        return axes.annotate(mark.name, (x[0], y[0]), ha=sides[0], va=sides[1], **place)
+    if mark.kind == "area":
+        low = _near(mark.low)
+        if size:
+            axes.plot(x, np.column_stack([low, y]), color=colour, linewidth=size)
+        return axes.fill_between(x, low, y, facecolor=(colour, 0.16), linewidth=0)
+    if mark.kind == "bars":
+        half = np.diff(x).mean() / 2 if len(x) > 1 else 0.5
+        edges, heights = np.append(x - half, x[-1:] + half), np.nan_to_num(np.append(y, y[-1:]))
+        return axes.fill_between(edges, heights, step="post", facecolor=(colour, 0.5), linewidth=0)
+    if mark.kind == "dots":
+        pale = COLOURS["paper"][0] if mark.shape == "diamond" else colour
+        look = {"markersize": size if mark.shape == "circle" else 7, "markeredgecolor": pale, "alpha": mark.fill}
+        error = None if mark.low is None else np.abs(_near(mark.low))
+        shown = axes.errorbar(x, y, error, fmt=_SHAPES[mark.shape], color=colour, elinewidth=1, **look)
+        shown[0].set_gid(gid)
+        return shown
+    point = "o" if len(x) <= _FEW_POINTS and not (mark.context or mark.step) else None
+    return axes.plot(x, y, drawstyle=_STEPS[mark.step], marker=point, markersize=3.5, **stroke)[0]
 
 
-def dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
-    """Points that no line connects."""
-    return Mark("dots", finite(x), finite(y), name, colour, **{"width": 5.5, **more})
+def _near(values: FloatArray | None) -> FloatArray:
+    assert values is not None  # noqa: S101 - an area has two edges
+    return np.where(np.abs(values) < _FAR, values, math.nan)
 
 
-def diamond(x: float, y: float, name: str, colour: str) -> Mark:
-    """The one point that matters."""
-    return dots([x], [y], name, colour, shape="diamond")
+def _side(at: float) -> int:
+    return 1 + (at > 0.3) - (at < -0.3)
 
 
-def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
-    """A histogram through which another one is seen."""
-    return Mark("bars", finite((edges[1:] + edges[:-1]) / 2), finite(heights), name, colour)
+def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -> None:
+    """Set title, scale, ends and ticks; `values` are all that are drawn along it."""
+    known = np.concatenate([*values, np.zeros(0)])
+    known = known[np.isfinite(known)]
+    low, high = said.low, said.high
+    getattr(axes, f"set_{which}label")(said.title)
+    if said.log:
+        if not (known > 0).any():  # Matplotlib warns where it has to find the ends itself
+            low, high = low or 1.0, high or 10.0
+            getattr(axes, f"set_{which}lim")(low, high)
+        getattr(axes, f"set_{which}scale")("log")
+    elif said.zero and low is None and (known >= 0).all():
+        low = 0.0
+    getattr(axes, f"set_{which}lim")(low, high)
+    axis, ticker = getattr(axes, f"{which}axis"), _matplotlib(".ticker")
+    if said.log:
+        ends = sorted(axis.get_view_interval())
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if ends[1] < 100 * ends[0] else (1,)))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    elif said.form == "count":
+        axis.get_major_locator().set_params(integer=True)
+    if said.form == "share":
+        axis.set_major_formatter(ticker.PercentFormatter(1.0, symbol=" %"))
+    else:
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
 
 
-def band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
-    """The area between two curves; in the legend if it has a name."""
-    return Mark("area", finite(x), finite(high), name, colour, width, low=finite(low))
+def _tick(value: float) -> str:
+    """`10,000`, or `10⁵`."""
+    power = math.log10(abs(value)) if value else 0.0
+    if abs(power) > 4.5 and abs(power - round(power)) < 1e-9:
+        return "10" + str(round(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return number(float(f"{value:.10g}"))
 
 
-def upright(at: float, name: str, colour: str, dash: str) -> Mark:
-    """A vertical line through the whole plot, which is not seen where the axis does not reach."""
-    return Mark("upright", finite([at]), finite([math.nan]), name, colour, 1.5, dash)
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+FIGURES = ("svg", "pdf", "png")
+_TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
+"""Formats of tables, and their suffixes."""
 
 
-def spread(rows: FloatArray, name: str, colour: str) -> list[Mark]:
-    """The largest of curves `(curves, rounds)` as a line, and a band down to the smallest; nothing where none is above zero."""
-    kept = thinned(rows.shape[1])
-    high, low = positive(rows.max(axis=0)[kept]), positive(rows.min(axis=0)[kept])
-    if not np.isfinite(high).any():
-        return []
-    top = line(kept + 1, high, name, colour, width=2.2)
-    if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
-        return [top]
-    return [band(kept + 1, low, high, colour), top]
+def formats(text: str) -> tuple[str, ...]:
+    """`svg,csv` as formats, before there is anything to write.
+
+    Raises:
+        SpecError: one that there is not, or Matplotlib, which draws figures, is not installed.
+    """
+    found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    known = (*FIGURES, *_TABLES)
+    if unknown := [each for each in found if each not in known]:
+        raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
+    if set(found) & set(FIGURES):
+        _matplotlib()
+    return found
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
+def export(
+    folder: Path,
+    asked: Iterable[str],
+    tables: Mapping[str, Table],
+    figures: Sequence[Figure],
+    short: Mapping[str, Table] | None = None,
+) -> tuple[Path, ...]:
+    """Write every table and figure in every format that fits it; returns the files.
 
+    Args:
+        folder: where to.
+        asked: as `formats` gives them.
+        tables: by the name of their files.
+        figures: the figures.
+        short: what stands in a paper for the table of the same name.
 
-def rounds_across(**more: Any) -> Axis:
-    """An axis of rounds."""
-    return Axis("round", **{"form": "count", **more})
-
-
-def switched(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
-    """Views whose vertical axis is logarithmic and linear, the better one first."""
-    views = View("logarithmic", x, Axis(title, log=True)), View("linear", x, Axis(title, zero=True))
-    return views if logarithmic else views[::-1]
+    Raises:
+        SpecError: Matplotlib is not installed.
+    """
+    written = []
+    for each in asked:
+        if each in _TABLES:
+            for name, table in tables.items():
+                written.append(folder / f"{name}.{_TABLES[each]}")
+                with until_complete(written[-1]) as draft:
+                    table.to_csv(draft) if each == "csv" else (short or {}).get(name, table).to_latex(draft)
+        else:
+            for figure in figures:
+                written.append(folder / f"{figure.name}.{each}")
+                figure.write(written[-1])
+    return tuple(written)

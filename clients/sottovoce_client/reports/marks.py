@@ -1,4 +1,4 @@
-"""What figures are made of: marks on two axes, and where on an axis a value lies.
+"""What figures are made of: marks on two axes, and ways to look at them.
 
 Nothing infinite or missing reaches a figure: such values become gaps, and the page says in words what is infinite.
 """
@@ -8,33 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce_client.reports.page import COLOURS
 from sottovoce_client.wording import number, share
 
 Values = Sequence[float] | FloatArray | IntArray
 
-COLOURS = {
-    "blue": ("#0072b2", "#58aee6"),
-    "red": ("#d55e00", "#ff8f4a"),
-    "green": ("#008a64", "#3fc99f"),
-    "pink": ("#b5568f", "#e39bc6"),
-    "orange": ("#b57a00", "#e6b04c"),
-    "sky": ("#3391c9", "#9ad4f5"),
-    "grey": ("#5f6870", "#b3bec8"),
-    "brown": ("#8c6d31", "#c9a866"),
-    "ink": ("#1f2933", "#e4eaf0"),
-    "faint": ("#6b7785", "#93a1ae"),
-    "rule": ("#8b97a3", "#75838f"),
-    "area": ("#9aa5b1", "#7c8a97"),
-}
-"""In light and in dark: Okabe and Ito's, which all readers can tell apart, darker where they would be pale on white."""
 PALETTE = tuple(COLOURS)[:8]
 DASHES = ("solid", "dash", "dot", "dashdot")
-Kind = Literal["line", "dots", "bars", "area", "upright", "image"]
+BLUE, RED, GREEN, PINK = PALETTE[:4]
+INK, FAINT, RULE, AREA = "ink", "faint", "rule", "area"
+_MOST_POINTS = 400
+Kind = Literal["line", "dots", "bars", "area", "upright", "image", "arrow", "text"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +33,8 @@ class Mark:
 
     Attributes:
         kind: `line` and `dots` connect points or do not; `bars` stand on zero, centred at x; an `area` lies between `low`
-            and y; an `upright` goes through the whole plot at x; an `image` fills the axes.
+            and y; an `upright` goes through the whole plot at x; an `image` fills the rectangle from the first x and y to the
+            last; an `arrow` leads from the first of two points to the second; a `text` shows its name beside a point.
         x: where across.
         y: how high.
         name: in the legend; empty: it is not there.
@@ -54,7 +45,8 @@ class Mark:
         step: where a line that goes in steps does so: `after` a point, or in the `middle` of two; empty: it is straight.
         shape: of dots.
         context: it is there to compare curves with.
-        image: a PNG.
+        fill: opacity of dots.
+        image: `(rows, columns, 4)` colours with their opacity.
     """
 
     kind: Kind
@@ -68,7 +60,8 @@ class Mark:
     step: Literal["", "after", "middle"] = ""
     shape: Literal["circle", "diamond", "cross"] = "circle"
     context: bool = False
-    image: bytes = b""
+    fill: float = 1.0
+    image: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,49 +90,97 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """An axis whose ends are known."""
+class View:
+    """One way to look at a figure; without titles of its axes these are not drawn."""
 
-    axis: Axis
-    low: float
-    high: float
-
-    def at(self, values: FloatArray) -> FloatArray:
-        """Where values lie, from 0 to 1; not a number where a logarithmic axis cannot show one."""
-        low, high = self.low, self.high
-        if self.axis.log:
-            values = np.log10(np.where(values > 0, values, np.nan))
-            low, high = math.log10(low), math.log10(high)
-        return np.asarray((values - low) / (high - low))
-
-    def ticks(self, most: int = 6) -> list[tuple[float, str]]:
-        """Where marks stand, from 0 to 1, and what is written there."""
-        low, high = sorted((self.low, self.high))
-        texts, values = _decades(low, high, most) if self.axis.log else self._round_numbers(low, high, most)
-        return list(zip(self.at(as_floats(values)).tolist(), texts, strict=True))
-
-    def _round_numbers(self, low: float, high: float, most: int) -> tuple[list[str], list[float]]:
-        step = _round_step((high - low) / most)
-        if self.axis.form == "count":
-            step = max(1.0, step)
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        values = [k * step for k in range(first, last + 1)]
-        if self.axis.form == "share":
-            digits = max(0, -math.floor(math.log10(step) + 1e-9) - 2)
-            return [f"{100 * value:.{digits}f} %".replace("-", "−") for value in values], values
-        return [number(float(f"{value:.10g}")) for value in values], values
+    name: str
+    x: Axis
+    y: Axis
 
 
-def scaled(axis: Axis, values: FloatArray) -> Scale:
-    """The axis as far as the values go, with a little room where nothing fixes its ends."""
-    known = values[np.isfinite(values) & ((values > 0) if axis.log else True)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 10.0) if axis.log else (0.0, 1.0)
-    if axis.log:
-        low, high = low / 1.15, high * 1.15
-    else:
-        room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
-        low, high = (min(0.0, low) if axis.zero and low >= 0 else low - room), high + room
-    return Scale(axis, low if axis.low is None else axis.low, high if axis.high is None else axis.high)
+def thinned(length: int, most: int = _MOST_POINTS) -> IntArray:
+    """Positions of at most `most` of `length` values, the first and the last among them."""
+    return np.unique(np.linspace(0, length - 1, min(length, most)).astype(int)) if length else np.zeros(0, dtype=int)
+
+
+def positive(values: FloatArray) -> FloatArray:
+    """Gaps for what costs nothing, as the first messages do: a logarithmic axis cannot show it."""
+    return np.where(values > 0, values, math.nan)
+
+
+def finite(values: Values) -> FloatArray:
+    """Gaps for what is not finite."""
+    given = np.array([math.nan if value is None else value for value in values], dtype=float)
+    return np.where(np.isfinite(given), given, math.nan)
+
+
+def short(name: str, most: int = 18) -> str:
+    """A name for which there is little room."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+# ---- marks -----------------------------------------------------------------------------------------------------------
+
+
+def line(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
+    """A curve; its points are marked where they are few."""
+    return Mark("line", finite(x), finite(y), name, colour, **more)
+
+
+def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Mark:
+    """A curve to compare others with, whose points mean nothing."""
+    return line(x, y, name, colour, **{"width": 1.5, "dash": dash, "context": True, **more})
+
+
+def dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Mark:
+    """Points that no line connects."""
+    return Mark("dots", finite(x), finite(y), name, colour, **{"width": 5.5, **more})
+
+
+def diamond(x: float, y: float, name: str, colour: str) -> Mark:
+    """The one point that matters."""
+    return dots([x], [y], name, colour, shape="diamond")
+
+
+def bars(edges: FloatArray, heights: Values, name: str, colour: str) -> Mark:
+    """A histogram through which another one is seen."""
+    return Mark("bars", finite((edges[1:] + edges[:-1]) / 2), finite(heights), name, colour)
+
+
+def band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0) -> Mark:
+    """The area between two curves; in the legend if it has a name."""
+    return Mark("area", finite(x), finite(high), name, colour, width, low=finite(low))
+
+
+def upright(at: float, name: str, colour: str, dash: str) -> Mark:
+    """A vertical line through the whole plot, which is not seen where the axis does not reach."""
+    return Mark("upright", finite([at]), finite([math.nan]), name, colour, 1.5, dash)
+
+
+def spread(rows: FloatArray, name: str, colour: str) -> list[Mark]:
+    """The largest of curves `(curves, rounds)` as a line, and a band down to the smallest; nothing where none is above zero."""
+    kept = thinned(rows.shape[1])
+    high, low = positive(rows.max(axis=0)[kept]), positive(rows.min(axis=0)[kept])
+    if not np.isfinite(high).any():
+        return []
+    top = line(kept + 1, high, name, colour, width=2.2)
+    if np.isinf(high).any() or np.array_equal(high, low, equal_nan=True):
+        return [top]
+    return [band(kept + 1, low, high, colour), top]
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def rounds_across(**more: Any) -> Axis:
+    """An axis of rounds."""
+    return Axis("round", **{"form": "count", **more})
+
+
+def switched(x: Axis, title: str, *, logarithmic: bool) -> tuple[View, View]:
+    """Views whose vertical axis is logarithmic and linear, the better one first."""
+    views = View("logarithmic", x, Axis(title, log=True)), View("linear", x, Axis(title, zero=True))
+    return views if logarithmic else views[::-1]
 
 
 def styled(k: int) -> tuple[str, str]:
@@ -151,25 +192,3 @@ def decades(values: FloatArray) -> bool:
     """Whether values are spread so far that only a logarithmic axis shows all of them: above zero, and over two decades."""
     known = values[np.isfinite(values)]
     return bool(known.size and known.min() > 0 and known.max() >= 100 * known.min())
-
-
-def _round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, and so on."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
-
-
-def _decades(low: float, high: float, most: int) -> tuple[list[str], list[float]]:
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    powers = list(range(first, last + 1))
-    if len(powers) < 3:  # within few decades: 1, 2 and 5 of each
-        values = [digit * 10.0**k for k in range(first - 1, last + 1) for digit in (1, 2, 5)]
-        values = [value for value in values if low <= value <= high]
-        return [number(value) for value in values], values
-    powers = powers[:: math.ceil(len(powers) / most)]
-    return [_power(k) for k in powers], [10.0**k for k in powers]
-
-
-def _power(k: int) -> str:
-    """`10,000`, or `10⁵`."""
-    return number(10.0**k) if -4 <= k <= 4 else "10" + str(k).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

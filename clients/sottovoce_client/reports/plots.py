@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce_client.reports.drawing import (
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import (
     AREA,
     BLUE,
     FAINT,
     GREEN,
+    PALETTE,
     RED,
     RULE,
-    Figure,
+    Axis,
+    Mark,
     View,
     band,
+    dots,
     line,
     rounds_across,
     rule,
+    short,
     spread,
     switched,
     thinned,
 )
-from sottovoce_client.reports.graph import Graph
-from sottovoce_client.reports.heard import heard_figure
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark
+from sottovoce_client.reports.page import Column, PageTable
 from sottovoce_client.running.summary import RunSummary
+from sottovoce_client.wording import number, plural, share
 
+_NAMED = 16
+"""So many learners have their names beside them; more show theirs under the pointer."""
+MOST_HEARD = (500, 200)
+"""Rounds and coordinates that a heatmap shows at most."""
+_LOUD = 8.0
+"""Noise scales that a number of noise alone exceeds too seldom to be seen: Laplace noise does once in 3,000."""
+_BELOW, _ABOVE = (0x1F, 0x6F, 0xC0), (0xD6, 0x4A, 0x1C)
+_MOST_HEARD_ROWS = 8
 KINDS = {
     "paper": ("by the paper’s formula", FAINT),
     "record": ("tight, per record", RED),
@@ -37,18 +50,16 @@ KINDS = {
     "output": ("published decisions only", GREEN),
 }
 """Epsilons of a learner, as pages call and colour them."""
-_MOST_TOGETHER = 6400
+_MOST_TOGETHER = 4800
 """Points of all curves of a figure: a page of many learners is not to be a large one."""
 LEVELS = {"event": "One use of the record replaced", "record": "All uses of the record replaced"}
 
 
-def run_figures(summary: RunSummary) -> list[Figure | Graph]:
+def run_figures(summary: RunSummary) -> list[Figure]:
     """All figures of a report, in its order; one that has nothing to show is empty."""
     losses = [_losses(summary, level, title) for level, title in LEVELS.items()]
-    heard = [] if summary.capture is None or not summary.capture.heard.size else [heard_figure(summary.capture.heard)]
-    names, accuracies = zip(*((each.name, each.test_accuracy) for each in summary.learners), strict=True)
-    graph = Graph("graph", "Who sends to whom", names, accuracies, summary.edges, summary.one_way)
-    return [graph, _learning(summary), _budget(summary), *losses, *heard]
+    heard = [] if summary.capture is None or not summary.capture.heard.size else [_heard(summary.capture.heard)]
+    return [_graph(summary), _learning(summary), _budget(summary), *losses, *heard]
 
 
 # ---- one line a learner ----------------------------------------------------------------------------------------------
@@ -57,7 +68,7 @@ def run_figures(summary: RunSummary) -> list[Figure | Graph]:
 def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]]) -> list[Mark]:
     """A line for every learner: each in its colour when few; when many, thin and alike."""
     few = len(names) <= len(PALETTE)
-    kept = [thinned(len(x), max(50, _MOST_TOGETHER // len(names))) for x, _ in points]
+    kept = [thinned(len(x), max(25, _MOST_TOGETHER // len(names))) for x, _ in points]
     points = [(x[k], y[k]) for k, (x, y) in zip(kept, points, strict=True)]
     return [
         line(x, y, name, PALETTE[i] if few else BLUE, width=1.8 if few else 1.0)
@@ -183,3 +194,93 @@ def _claim(claims: FloatArray) -> list[Mark]:
         return []
     kept = thinned(len(claims))
     return [band(kept + 1, -claims[kept], claims[kept], AREA, "± claimed ε", 1.2)]
+
+
+# ---- who speaks to whom ----------------------------------------------------------------------------------------------
+
+
+def _graph(summary: RunSummary) -> Figure:
+    """Learners on a circle, the fuller the more accurate, and their channels; arrows where only one of two speaks."""
+    n, one_way = len(summary.learners), set(summary.one_way)
+    angles = 2 * math.pi * np.arange(n) / max(n, 1)
+    x, y = (np.sin(angles), np.cos(angles)) if n > 1 else (np.zeros(n), np.zeros(n))
+    both = [pair for pair in summary.edges if not {pair, pair[::-1]} & one_way]
+    gap = np.full(len(both), math.nan)
+    ends = np.array(both, dtype=int).reshape(-1, 2)
+    across, up = (as_floats(np.column_stack([side[ends], gap]).ravel()) for side in (x, y))
+    few = n <= _NAMED
+    marks = [Mark("line", across, up, "", RULE, 1.5 if few else 0.7, context=True)]
+    marks += [Mark("arrow", x[[a, b]], y[[a, b]], "", RULE, 1.0) for a, b in summary.one_way]
+    known = [each.test_accuracy for each in summary.learners if each.test_accuracy is not None]
+    low, reach = min(known, default=0.0), max(max(known, default=1.0) - min(known, default=0.0), 0.01)
+    for k, each in enumerate(summary.learners):
+        fill = 1.0 if n == 1 or not few else 0.4 + 0.6 * ((each.test_accuracy or low) - low) / reach
+        said = [each.name] if each.test_accuracy is None else [each.name, share(each.test_accuracy)]
+        if few:
+            marks.append(dots(x[[k]], y[[k]], "", "paper", width=18.0))  # no channel shines through
+            marks.append(Mark("text", x[[k]], y[[k]], "\n".join([short(said[0]), *said[1:]])))
+        fill = 0.15 if each.test_accuracy is None else fill
+        marks.append(dots(x[[k]], y[[k]], ": ".join(said), BLUE, width=18.0 if few else 11.0, fill=fill))
+    view = View("", Axis("", low=-1.9, high=1.9), Axis("", low=-1.4, high=1.4))
+    label = f"{plural(n, 'learner')}, {plural(len(both) + len(one_way), 'channel')}"
+    return Figure("graph", "Who sends to whom", marks if n else (), (view,), 330, _graph_table(summary), label)
+
+
+def _graph_table(summary: RunSummary) -> PageTable:
+    names, one_way = [each.name for each in summary.learners], set(summary.one_way)
+    rows = []
+    for i, each in enumerate(summary.learners):
+        both = {b if a == i else a for a, b in summary.edges if i in (a, b) and not {(a, b), (b, a)} & one_way}
+        sides = both | {b for a, b in one_way if a == i}, both | {a for a, b in one_way if b == i}
+        rows.append(
+            (each.name, each.test_accuracy, *(", ".join(names[k] for k in sorted(side)) or "nobody" for side in sides))
+        )
+    heads = (Column("test accuracy", share), Column("speaks to", kind="long"), Column("hears", kind="long"))
+    return PageTable("numbers-graph", "Who sends to whom", (Column("learner"), *heads), rows)
+
+
+# ---- what was overheard ----------------------------------------------------------------------------------------------
+
+
+def _heard(heard: FloatArray) -> Figure:
+    """What one learner said: rounds across, coordinates down; blue below zero, red above, extreme values clipped."""
+    rounds, coordinates = (thinned(n, most) for n, most in zip(heard.shape, MOST_HEARD, strict=True))
+    shown = heard[np.ix_(rounds, coordinates)].T
+    reach = _reach(shown) or 1.0
+    part = np.nan_to_num(np.clip(shown / reach, -1, 1))
+    # Colour grows out of the page's own ground, light or dark.
+    pixels = np.empty((*part.shape, 4), dtype=np.uint8)
+    pixels[..., :3] = np.where((part < 0)[..., None], _BELOW, _ABOVE)
+    pixels[..., 3] = np.rint(255 * np.abs(part))
+    ends = [as_floats(np.array([0.5, n + 0.5])) for n in heard.shape]
+    sides = [rounds_across(low=0.5, high=ends[0][1]), Axis("coordinate", low=ends[1][1], high=0.5, form="count")]
+    picture = Mark("image", ends[0], ends[1], image=pixels)
+    scale = [
+        Mark("bars", np.zeros(0), np.zeros(0), f"{sign}{number(reach, 2)} and beyond", colour)
+        for sign, colour in (("−", "below"), ("", "above"))
+    ]
+    return Figure("heard", "What was recorded", [picture, *scale], (View("", *sides),), 320, _heard_numbers(heard))
+
+
+def _reach(heard: FloatArray) -> float:
+    """What 2 % of the numbers lie beyond, whatever their sign; 0 of none."""
+    known = np.abs(heard[np.isfinite(heard)])
+    return float(np.quantile(known, 0.98)) if known.size else 0.0
+
+
+def loud(heard: FloatArray, scale: float) -> bool:
+    """Whether what was said is more than noise of this scale, at a glance."""
+    return _reach(heard) > _LOUD * scale
+
+
+def _heard_numbers(heard: FloatArray) -> PageTable:
+    """What was said in a few of the rounds, in short."""
+    rows = []
+    for t in thinned(len(heard), _MOST_HEARD_ROWS).tolist():
+        known = heard[t][np.isfinite(heard[t])]
+        spread: list[Any] = [float(f(known)) if known.size else None for f in (np.min, np.median, np.max)]
+        rows.append((f"{t + 1:,}", *spread))
+    heads = ("smallest number", "median", "largest")
+    return PageTable(
+        "numbers-heard", "What was recorded", (Column("round"), *(Column(head, number) for head in heads)), rows
+    )

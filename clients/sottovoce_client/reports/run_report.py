@@ -1,24 +1,27 @@
-"""The report of a run."""
+"""The report of a run: its page, and the statements that open it. One capture can refute a promise, never prove it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from sottovoce_client.reports.heard import MOST_HEARD, loud
+from sottovoce.privacy.guarantee import WEAK_EPSILON, overall
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.reports.plots import KINDS, LEVELS, run_figures
-from sottovoce_client.reports.verdict import PER, exceeds, is_single_use, statements, verdict_of, worst_case
-from sottovoce_client.running.summary import LearnerSummary, RunSummary
+from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, loud, run_figures
+from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
 from sottovoce_client.wording import (
     UNASKED,
     UNHELD,
+    ciphertext_line,
     count,
     late_line,
     measured_line,
     noticed_line,
     number,
+    plural,
+    reached_of,
     share,
     size,
     whole_line,
@@ -109,3 +112,186 @@ def _figures(learner: LearnerSummary) -> Iterator[Any]:
     for level in LEVELS:
         swap = learner.swap(level)
         yield from (None,) * 3 if swap is None else (swap.loss, swap.supremum, swap.budget)
+
+
+# ---- the statements --------------------------------------------------------------------------------------------------
+
+_Case = tuple[LearnerSummary, str, Swap]
+"""The learner whose record is replaced, the level (`event` or `record`), and the loss of that replacement."""
+
+PER = {"event": "per use of a record", "record": "per record"}
+"""Levels of adjacency as reports call them."""
+_OBSERVERS = {
+    "wire": "an observer of every message",
+    "neighbour": "one learner, which reads the messages sent to it",
+    "output": "an observer of the published decisions, who sees no message",
+}
+"""Threat models as reports call them."""
+_NOT_COVERED = "Not covered: published accuracies and predictions; number, size and timing of messages."
+_NEARLY_SURE = 0.9995
+"""Probabilities above it would be shown as 100 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """A headline, and the sentence that gives its reason; `weak`: a promise that is kept, and is above `WEAK_EPSILON`."""
+
+    kind: Literal["consistent", "refuted", "open"]
+    headline: str
+    text: str
+    weak: bool = False
+
+    @property
+    def tone(self) -> str:
+        """The colour of the headline, on the page and in the terminal: amber for a weak promise."""
+        return "weak" if self.weak else self.kind
+
+
+def exceeds(loss: float, budget: float) -> bool:
+    """Return whether a loss is above the claim by more than rounding."""
+    return loss > budget * (1 + 1e-9) + 1e-12
+
+
+def is_single_use(summary: RunSummary) -> bool:
+    """Return whether every record was used at most once, so that both levels have the same epsilon."""
+    return all(each.event == each.record for each in summary.learners)
+
+
+def _cases(summary: RunSummary) -> list[_Case]:
+    """Every replacement whose loss was computed."""
+    return [
+        (learner, level, swap)
+        for learner in summary.learners
+        for level in ("event", "record")
+        if (swap := learner.swap(level)) is not None
+    ]
+
+
+def worst_case(summary: RunSummary) -> _Case | None:
+    """The replacement with the largest loss, of those above their claim if there are any; None without a capture.
+
+    One whose claim is infinite comes last.
+    """
+
+    def rank(case: _Case) -> tuple[bool, bool, float]:
+        swap = case[2]
+        return exceeds(swap.loss, swap.budget), math.isfinite(swap.budget), swap.loss
+
+    return max(_cases(summary), key=rank, default=None)
+
+
+def verdict_of(summary: RunSummary) -> _Verdict:
+    """Compare the exact privacy losses of the capture with the claims."""
+    worst = worst_case(summary)
+    if worst is None:
+        return _not_computed(summary, "") if summary.not_computed else _untested(summary)
+    learner, level, swap = worst
+    if is_single_use(summary):
+        when = f"when one record of {learner.name} is replaced"
+    elif level == "event":
+        when = f"when one use of a record of {learner.name} is replaced"
+    else:
+        when = f"when one record of {learner.name} is replaced in all its uses"
+    if exceeds(swap.loss, swap.budget):
+        text = f"The recorded messages have a privacy loss of {number(swap.loss)} {when}, above the promised "
+        text += f"{number(swap.budget)}."
+        return _Verdict("refuted", "Refuted: the recorded messages reveal more than was promised", text)
+    if loose := [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]:
+        learner, level, swap = loose[0]
+        text = f"Other messages could have had a privacy loss of {number(swap.supremum)}, above the promised "
+        text += f"{number(swap.budget)} ({learner.name}, {PER[level]})."
+        return _Verdict("refuted", "Refuted: the claim does not hold", text)
+    found = (
+        f"The largest privacy loss of the recorded messages, of all replacements tried, is {number(swap.loss)}, {when}"
+    )
+    if not summary.private_noise:
+        text = "The noise came from a recording or a seed, so that the run can be repeated. Anyone who has them can remove the "
+        text += f"noise. {found}, for an observer who does not."
+        return _Verdict("open", "This run protected no record", text)
+    if math.isinf(swap.budget):
+        return _Verdict("open", "Nothing finite was promised", f"Every claimed ε is infinite. {found}.")
+    if summary.not_computed:
+        return _not_computed(summary, f" {found}; the promise allows {number(swap.budget)}.")
+    # A learner that left sent nothing afterwards: its later rounds are not missing from the capture.
+    examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
+    if 2 * examined < summary.rounds_done:
+        text = f"Only the first {examined} of {plural(summary.rounds_done, 'round')} could be examined: later messages are "
+        text += f"missing from the capture. {found}; the promise allows {number(swap.budget)}."
+        return _Verdict("open", "Too few messages were recorded to tell", text)
+    text = f"{found}. The promise allows {number(swap.budget)}."
+    if overall((each.record for each in summary.learners), shared=summary.promise.shared) > WEAK_EPSILON:
+        return _Verdict("consistent", "Consistent with a weak promise", text, weak=True)
+    return _Verdict("consistent", "Consistent with the promise", text)
+
+
+def _not_computed(summary: RunSummary, found: str) -> _Verdict:
+    """The verdict on a run of whose summary a part is missing."""
+    lines = "; ".join(summary.not_computed)
+    return _Verdict("open", "Not all could be computed", f"{lines[:1].upper()}{lines[1:]}.{found}")
+
+
+def _untested(summary: RunSummary) -> _Verdict:
+    """The verdict on a run whose losses are not known."""
+    if summary.tapped is not None:
+        text = "A wiretap reads no messages, so the promise was not tested. Whether sizes and times of ciphertext depend on "
+        text += "records shows in many runs only: sottovoce audit --on wiretap."
+        return _Verdict("open", "Only ciphertext was recorded", text)
+    if summary.live and summary.capture is not None:
+        text = "Privacy losses are computed from the records, which only their learners have. With sottovoce up --keep-log they "
+        text += "are computed here; sottovoce watch --log examines the noise."
+        return _Verdict("open", "Recorded, but not tested", text)
+    return _Verdict("open", "Not recorded", "The promise was not tested, because no messages were recorded.")
+
+
+def statements(summary: RunSummary) -> dict[str, str]:
+    """State what was run, promised and found, and the limits of that: a sentence or two each, by the name of the statement."""
+    verdict = verdict_of(summary)
+    limits = _NOT_COVERED
+    if verdict.kind == "consistent":
+        limits = (
+            f"One recorded run can refute a promise, never prove it; sottovoce audit SPEC examines many runs. {limits}"
+        )
+    return {"run": _run(summary), "promise": _promise(summary), "found": verdict.text, "limits": limits}
+
+
+def _run(summary: RunSummary) -> str:
+    """State what was run and recorded."""
+    done, planned = summary.rounds_done, summary.rounds
+    rounds = plural(done, "round") if done == planned else reached_of(done, planned)
+    learners, data = plural(len(summary.learners), "learner"), "live records" if summary.live else summary.data
+    ran = f"{learners} ran {summary.promise.algorithm} on {data} for {rounds}"
+    if (tapped := summary.tapped) is not None:
+        return f"{ran}; the wiretap recorded {ciphertext_line(tapped.connections, tapped.records, tapped.bytes)}."
+    if (capture := summary.capture) is None:
+        return f"{ran}; no messages were recorded."
+    recorded = f"{plural(capture.messages, 'message')} ({size(capture.bytes)}, mode {capture.mode})"
+    return f"{ran}; the eavesdropper recorded {recorded}."
+
+
+def _promise(summary: RunSummary) -> str:
+    """State the promised epsilon, the observer that it concerns, and its meaning."""
+    promise, sentences = summary.promise, list[str]()
+    if math.isfinite(summary.event):
+        single = is_single_use(summary)
+        epsilons = f"ε = {number(summary.event)} {PER['record' if single else 'event']}"
+        if not single:
+            record = overall((each.record for each in summary.learners), shared=promise.shared)
+            epsilons += f", {number(record)} per record in all its uses"
+        together = ", all learners together, for they share their records" if promise.shared else ""
+        sentences = [f"{epsilons}, against {_OBSERVERS[promise.threat_model]}{together}.", _meaning(summary.event)]
+    elif promise.output is None:
+        sentences = ["Nothing: ε is infinite for an observer of the messages."]
+    if promise.output is not None and (promise.threat_model != "output" or not sentences):
+        sentences += [f"ε = {number(promise.output)} against {_OBSERVERS['output']}.", _meaning(promise.output)]
+    return " ".join(sentences)
+
+
+def _meaning(epsilon: float) -> str:
+    """State the strongest belief of an observer that began with even odds: `e^epsilon / (1 + e^epsilon)`."""
+    sure = 1.0 / (1.0 + math.exp(-epsilon))
+    if sure > _NEARLY_SURE:
+        return "This rules out almost no conclusion about a record."
+    return (
+        f"An observer who finds two values of a record equally likely before the run can become at most {share(sure)} sure "
+        "of one of them."
+    )

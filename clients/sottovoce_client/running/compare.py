@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -18,7 +18,7 @@ from rich.console import Console
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.spec import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.experiment import Prepared
+from sottovoce.experiment import Experiment, Prepared, experiment_of, require_count
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
 from sottovoce.running.metrics import Curves, Metrics
@@ -29,10 +29,11 @@ from sottovoce.text import plain
 from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
-from sottovoce_client.reports.drawing import Figure, View, band, line, short
-from sottovoce_client.reports.export import export as write_files
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, decades, styled
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.drawing import export as write_files
+from sottovoce_client.reports.marks import PALETTE
 from sottovoce_client.reports.page import Column, Page, PageTable
+from sottovoce_client.running.plot import curve_line, figure_of, names_of
 from sottovoce_client.running.simulation import means
 from sottovoce_client.wording import NOTHING, count, number, with_error
 
@@ -120,7 +121,7 @@ def the_field() -> list[_Source]:
     return [(each["name"], partial(parse_spec, each, imports=True, source=each["name"])) for each in specs]
 
 
-def compare(
+def compare_to(
     sources: Sequence[_Source],
     prepare: Callable[[RunSpec], Prepared],
     folder: Path,
@@ -149,7 +150,7 @@ def compare(
         try:
             spec = load()
             first = first or spec
-            require_same_records(spec.data, first.data)
+            _require_same_records(spec.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
                 told = partial(say, title, unit="rounds")
                 results.append(result_of(source, prepare(spec), replicas, seed, told))
@@ -174,7 +175,7 @@ _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "int
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
-def require_same_records(data: DataSpec, first: DataSpec) -> None:
+def _require_same_records(data: DataSpec, first: DataSpec) -> None:
     """Refuse specs that learn from, or hold out, other records than the first one.
 
     Raises:
@@ -231,15 +232,6 @@ def _safe_from(guarantee: Guarantee) -> str:
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
-
-
-def names_of(sources: Sequence[str]) -> list[str]:
-    """What each is called: its file's name, and with its folders where two would be called alike."""
-    stems = [Path(source).stem for source in sources]
-    return [
-        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
-        for source, name in zip(sources, stems, strict=True)
-    ]
 
 
 def _names(results: Sequence[Result]) -> list[str]:
@@ -332,7 +324,20 @@ def compare_page(results: Sequence[Result]) -> Page:
 
 
 def _figures(results: Sequence[Result]) -> list[Figure]:
-    return [_plot(results, *what) for what in _PLOTS]
+    names = _names(results)
+    return [
+        figure_of(
+            metric.replace("_", "-"),
+            title,
+            [
+                (name, curve_line(result.curves.rounds, result.curves[metric]) if metric in result.curves else None)
+                for name, result in zip(names, results, strict=True)
+            ],
+            "rounds",
+            form=form,
+        )
+        for metric, title, form in _PLOTS
+    ]
 
 
 def table_of(results: Sequence[Result], names: Sequence[str]) -> Table:
@@ -363,25 +368,43 @@ def _paper(results: Sequence[Result]) -> Table:
     return Table.of(_PAPER, [[row[k] for k in kept] for row in _rows(results)])
 
 
-def _plot(results: Sequence[Result], metric: str, title: str, form: Literal["number", "share"]) -> Figure:
-    marks = [
-        mark
-        for k, (result, name) in enumerate(zip(results, _names(results), strict=True))
-        if metric in result.curves
-        for mark in _lines(result, name, metric, k, banded=len(results) <= len(PALETTE))
-    ]
-    reached = np.concatenate(
-        [each for mark in marks for each in (mark.y, mark.low) if each is not None] or [np.zeros(0)]
-    )
-    y = Axis(title, log=form == "number" and decades(reached), form=form)
-    view = View("", Axis("rounds", log=True, form="count"), y)
-    return Figure(metric.replace("_", "-"), title.capitalize(), marks, (view,), height=340)
+def compare(
+    experiments: Mapping[str, Experiment | Path | str] | Sequence[Experiment | Path | str],
+    replicas: int = 10,
+    seed: int = 0,
+) -> Table:
+    """Simulate several experiments that hold the same records out, and put what they came to side by side.
 
+    Args:
+        experiments: by what they are called; or a list, each called by its own name. Paths are those of spec files.
+        replicas: repetitions of each, which differ in their noise alone.
+        seed: of the noise, the same for each.
 
-def _lines(result: Result, name: str, metric: str, k: int, *, banded: bool) -> list[Mark]:
-    """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
-    rounds, curve, (colour, dash) = result.curves.rounds, result.curves[metric], styled(k)
-    mean = line(rounds, curve.mean, short(name, 40), colour, dash=dash)
-    if not (banded and np.isfinite(curve.error).any()):
-        return [mean]
-    return [band(rounds, curve.mean - 2 * curve.error, curve.mean + 2 * curve.error, colour), mean]
+    Returns:
+        One row per experiment: `spec`, `algorithm`, `threat_model`, `epsilon_paper`, `epsilon_event`, `epsilon_record` (as
+        `sottovoce compare` has them), `floats` that a learner says in a round, `rounds`, and each metric after the last round
+        with its standard error.
+
+    Raises:
+        SpecError: names are not different, records are not the same, or one cannot be run as it is.
+        DataError: the data cannot be used.
+
+    >>> from sottovoce.experiment import Experiment
+    >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
+    >>> table = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
+    >>> table["spec"].tolist(), bool(table["epsilon_event"][0] < table["epsilon_event"][1])
+    (['loud', 'quiet'], True)
+    """
+    require_count("replicas", replicas)
+    if isinstance(experiments, Mapping):
+        named = [(name, experiment_of(each)) for name, each in experiments.items()]
+    else:
+        named = [(each.name, each) for each in map(experiment_of, experiments)]
+    names = [name for name, _ in named]
+    if not names or len(set(names)) < len(names):
+        raise SpecError(
+            f"experiments to compare must have different names, got {', '.join(names) or 'none'}: give them as a mapping by name"
+        )
+    for _, each in named:
+        _require_same_records(each.data, named[0][1].data)
+    return table_of([result_of(name, each.prepared, replicas, seed) for name, each in named], names)

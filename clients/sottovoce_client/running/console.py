@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sottovoce.text import plain
 from sottovoce_client import terminal
-from sottovoce_client.reports.verdict import PER, exceeds, is_single_use, statements, verdict_of, worst_case
+from sottovoce_client.reports.run_report import PER, exceeds, is_single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     NOTHING,

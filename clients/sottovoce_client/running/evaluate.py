@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.arrays import Batch, FloatArray, as_floats
 from sottovoce.auditing.swaps import most_telling
 from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import LearnerData, PlacedData
@@ -24,16 +24,17 @@ from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
 from sottovoce.privacy.accountant import guarantee as promised_by
 from sottovoce.running.participation import USED, lateness
-from sottovoce.running.run import Run
+from sottovoce.running.replay import replayed
+from sottovoce.running.run import Run, build_run, publication
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
 from sottovoce.text import called
-from sottovoce_client.running.kept import learned_by
-from sottovoce_client.running.measuring import cost, measure
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner.storage.recovery import Learned, learners_in
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import reason_of
 
 _T = TypeVar("_T")
@@ -66,7 +67,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = 
     if run.spec.data.live:
         known = None
         if logs is not None and transcript is not None:
-            known = parts.computed("which records came", lambda: learned_by(logs, run, data, outcome.run_id))
+            known = parts.computed("which records came", lambda: _learned_by(logs, run, data, outcome.run_id))
     learners = tuple(
         _learner(run, known, outcome, transcript, i, accuracy, parts) for i, accuracy in enumerate(accuracies)
     )
@@ -387,3 +388,106 @@ def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
     if len(known) < 2:
         return None
     return max(float(np.mean(a != b)) for k, a in enumerate(known) for b in known[:k])
+
+
+CURVE = 64
+"""Rounds after which a model is looked at, evenly over the run, or all of a shorter one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """What a learner's model says of the held-out records.
+
+    Attributes:
+        labels: `(test records,)`, after the last round, or the one before.
+        curve: rounds, and the accuracy after them.
+    """
+
+    labels: FloatArray
+    curve: tuple[tuple[int, float], ...]
+
+
+def measure(
+    run: Run,
+    data: PlacedData,
+    statuses: Sequence[LearnerStatus],
+    transcript: Transcript | None,
+    wanted: Sequence[bool],
+) -> dict[int, _Measured]:
+    """Of those learners whose models follow from what is here, by index.
+
+    Args:
+        run: that was overheard.
+        data: what its learners learned, and held-out records. Live ones are with their learners alone.
+        statuses: how far each learner is.
+        transcript: what they said; None: nobody knows it here.
+        wanted: for each learner, whether it is.
+    """
+    if transcript is None or run.spec.data.live or not len(data.test_labels):
+        return {}
+    indices = [i for i, each in enumerate(wanted) if each and statuses[i].rounds_done]
+    found = {i: _measured(run, data, transcript, i, statuses[i].rounds_done) for i in indices}
+    return {i: each for i, each in found.items() if each is not None}
+
+
+def _measured(run: Run, data: PlacedData, transcript: Transcript, index: int, done: int) -> _Measured | None:
+    """None: what is known of its models ends before the last round but one."""
+    looks = {int(k) for k in np.rint(np.linspace(0, done - 1, min(done, CURVE)))} | {done - 2}
+    curve, labels, rounds = list[tuple[int, float]](), None, 0
+    for k, machine in enumerate(replayed(run, transcript, index, data.learners[index])):
+        rounds = k + 1
+        if k in looks:
+            labels = run.loss.classify(run.loss.predict(machine.model[0, 0], data.test_features))
+            curve.append((rounds, float(np.mean(labels == data.test_labels))))
+    return None if labels is None or rounds < done - 1 else _Measured(labels, tuple(curve))
+
+
+def cost(run: Run, statuses: Sequence[LearnerStatus], measured: Mapping[int, _Measured]) -> str:
+    """What publishing it costs: of the model that costs most, in words; empty where nothing was measured."""
+    told = [
+        publication(
+            run,
+            i,
+            each.curve[-1][0],
+            statuses[i].epsilon_spent,
+            private=not statuses[i].noise_is_not_private,
+        )
+        for i, each in measured.items()
+    ]
+    return max(told, key=lambda each: (not each.protected, each.epsilon)).text if told else ""
+
+
+MOST_ROUNDS = 100_000
+"""Rounds whose records are held in memory."""
+
+
+def _learned_by(logs: Path, run: Run, data: PlacedData, run_id: str) -> Prepared | None:
+    """A run of live records as if it had been planned: what its learners have learned, by their logs.
+
+    Args:
+        logs: their state folder.
+        run: as it was prepared.
+        data: its held-out records.
+        run_id: its number.
+
+    Returns:
+        The rounds that all of them have learned; None where a log was not kept, or there are more than `MOST_ROUNDS`.
+    """
+    spec, n_features = run.spec, data.n_features
+    if set(spec.names) - set(learners_in(logs, run_id)):
+        return None
+    found = [Learned(logs, name, run_id, spec, n_features) for name in spec.names]
+    for each in found:
+        each.look()
+    rounds = min(each.rounds for each in found)
+    if not 0 < rounds <= MOST_ROUNDS:
+        return None
+    learners = tuple(_as_data([each.batch(t) for t in range(rounds)]) for each in found)
+    return Prepared(build_run(spec.model_copy(update={"rounds": rounds}), n_features), replace(data, learners=learners))
+
+
+def _as_data(batches: Sequence[Batch]) -> LearnerData:
+    features, labels = (
+        np.concatenate(parts) for parts in zip(*((each.features, each.labels) for each in batches), strict=True)
+    )
+    return LearnerData(features, labels, np.arange(len(labels)), np.cumsum([0, *(each.size for each in batches)]))

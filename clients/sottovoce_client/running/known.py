@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -15,6 +16,7 @@ from rich.text import Text
 from sottovoce.network.roster import Absence
 from sottovoce.text import plain
 from sottovoce_client import terminal
+from sottovoce_client.running.monitoring import RunLine, moment, run_line
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
@@ -23,7 +25,7 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import answered
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 CALL_S = 10.0
 
@@ -37,8 +39,9 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
         SottovoceError: the coordinator cannot be reached.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
-    for run in await all_runs(coordinator, credentials):
-        table.add_row(_said(run.run_id), _state(run), _started(run), _took(run), count(_rounds(run)), _said(run.detail))
+    for line in map(run_line, await all_runs(coordinator, credentials)):
+        cells = line.state, moment(line.started), _took(line), count(line.round)
+        table.add_row(_said(line.run_id), *cells, _said(line.detail))
     (console or terminal.console()).print(table if table.row_count else "no runs")
 
 
@@ -50,20 +53,19 @@ async def run_documents(
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
-    request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    if run_id:
-        return [_document(await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S)))]
-    return [_document(run) for run in await all_runs(coordinator, credentials)]
+    runs = [await get_run(coordinator, run_id, credentials)] if run_id else await all_runs(coordinator, credentials)
+    return [_document(run) for run in runs]
 
 
 def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
+    line = run_line(run)
     return {
         "run": run.run_id,
-        "state": _state(run),
+        "state": line.state,
         "detail": run.detail,
         "started": run.started_at.ToDatetime(UTC),
         "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
-        "rounds_done": _rounds(run),
+        "rounds_done": line.round,
         "capture": run.capture_location or None,
         "capture_error": run.capture_error or None,
         "learners": [
@@ -88,18 +90,17 @@ async def show_run(
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
-    request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
-    console, facts = console or terminal.console(), terminal.facts()
+    run = await get_run(coordinator, run_id, credentials)
+    console, facts, line = console or terminal.console(), terminal.facts(), run_line(run)
     planned = json.loads(run.spec)["rounds"]
     told = {
-        "state": _state(run),
-        "detail": plain(run.detail),
-        "started": _started(run),
-        "took": _took(run),
-        "rounds": f"{count(_rounds(run))}, no end planned"
+        "state": line.state,
+        "detail": line.detail,
+        "started": moment(line.started),
+        "took": _took(line),
+        "rounds": f"{count(line.round)}, no end planned"
         if planned is None
-        else f"{count(_rounds(run))} of {count(planned)}",
+        else f"{count(line.round)} of {count(planned)}",
         "misconduct": "\n".join(map(plain, misconduct_lines(run))),
         "capture": "\n".join(map(plain, filter(None, (run.capture_location, run.capture_error)))),
     }
@@ -119,13 +120,13 @@ async def stop_run(
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
-    wanted = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(wanted, timeout=CALL_S))
+    run = await get_run(coordinator, run_id, credentials)
     was_over = run.HasField("ended_at")
     if not was_over:
         request = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason=BY_OPERATOR)
         run = await asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
-    how = f"{_state(run)}: {run.detail}" if run.detail else _state(run)
+    state = run_line(run).state
+    how = f"{state}: {run.detail}" if run.detail else state
     line = f"run {run.run_id} is over ({how}): nothing is left to stop" if was_over else f"{run.run_id} {how}"
     (console or terminal.console()).print(_said(line))
     terminal.tell(lambda: _document(run))
@@ -142,7 +143,8 @@ async def resume_run(
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
     run = await asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
     console = console or terminal.console()
-    console.print(_said(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
+    line = run_line(run)
+    console.print(_said(f"{line.run_id} {line.state} from round {count(line.round)} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
         console.print(_said(f"waiting for {', '.join(away)}"))
     if run.capture_error:
@@ -178,8 +180,7 @@ async def join_run(
 
 async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
     """In which rounds a learner is away, as the run is now."""
-    request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
             console.print(_said(away_line(Absence(**each))))
@@ -200,6 +201,16 @@ async def rebind(
         _said(f"{learner} may join with another state folder; what it spent before is not in that")
     )
     terminal.tell(lambda: {"learner": learner})
+
+
+async def get_run(coordinator: str, run_id: str, credentials: Credentials) -> coordinator_pb2.Run:
+    """Ask a coordinator for one run.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    return await asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
 
 
 async def all_runs(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
@@ -242,7 +253,9 @@ def _learners(run: coordinator_pb2.Run) -> Table:
     for each in run.learners:
         status = LearnerStatus.from_wire(each.status)
         away = each.HasField("away_since")
-        state = f"away since {_moment(each.away_since.ToDatetime(UTC))}" if away else status.state.name.lower()
+        state = (
+            f"away since {moment(each.away_since.ToDatetime(UTC).timestamp())}" if away else status.state.name.lower()
+        )
         state = "lost" if status.learner in lost else state
         table.add_row(
             _said(status.learner), _said(each.address), state, count(status.rounds_done), number(status.epsilon_spent)
@@ -263,26 +276,6 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _state(run: coordinator_pb2.Run) -> str:
-    return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
-
-
-def _rounds(run: coordinator_pb2.Run) -> int:
-    """Rounds that all learners have done who have more to do."""
-    over = (learner_pb2.LEARNER_STATE_FINISHED, learner_pb2.LEARNER_STATE_STOPPED)
-    busy = [each for each in run.learners if each.status.state not in over] or run.learners
-    return min((each.status.rounds_done for each in busy), default=0)
-
-
-def _started(run: coordinator_pb2.Run) -> str:
-    return _moment(run.started_at.ToDatetime(UTC))
-
-
-def _took(run: coordinator_pb2.Run) -> str:
-    end = run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else datetime.now(UTC)
-    seconds = (end - run.started_at.ToDatetime(UTC)).total_seconds()
+def _took(line: RunLine) -> str:
+    seconds = (time.time() if line.ended is None else line.ended) - line.started
     return duration(seconds) if seconds >= 0 else NOTHING
-
-
-def _moment(when: datetime) -> str:
-    return f"{when.astimezone():%Y-%m-%d %H:%M:%S}"

@@ -1,4 +1,4 @@
-"""`sottovoce plot`: figures of what `simulate`, `sweep` and `compare` wrote, a line with its band for every file or setting."""
+"""Plots of results: a line with its band for every file or setting, and the figures of `sottovoce plot`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.door import METRICS
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.running.metrics import Curve
 from sottovoce.running.transcript import parquet
 from sottovoce.table import Table
-from sottovoce_client.reports.drawing import Figure, View, band, dots, line, short
-from sottovoce_client.reports.export import FIGURES, export
-from sottovoce_client.reports.marks import PALETTE, Axis, Mark, decades, styled
+from sottovoce_client.reports.drawing import FIGURES, Figure, export
+from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, dots, line, short, styled
 from sottovoce_client.reports.page import Page
-from sottovoce_client.running.compare import names_of
 from sottovoce_client.running.sweep import RESULTS
 from sottovoce_client.wording import plural
 
@@ -39,7 +38,7 @@ _ORDERED = ", in the order of the legend"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Line:
+class Line:
     """Name, places on the axis, and mean, low and high there; `joined`: the points are of one curve."""
 
     name: str
@@ -122,6 +121,20 @@ def _column(column: Any) -> Any:
     return values if values.dtype.kind in "iuf" else values.astype(object)
 
 
+def names_of(sources: Sequence[str]) -> list[str]:
+    """What each is called: its file's name, and with its folders where two would be called alike."""
+    stems = [Path(source).stem for source in sources]
+    return [
+        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
+        for source, name in zip(sources, stems, strict=True)
+    ]
+
+
+def curve_line(rounds: IntArray, curve: Curve) -> Line:
+    """A metric over rounds: its mean, and two standard errors on either side."""
+    return Line("", as_floats(rounds), curve.mean, curve.mean - _BAND * curve.error, curve.mean + _BAND * curve.error)
+
+
 def figures(tables: Mapping[str, Table], x: str = "", log: Collection[str] | None = None) -> list[Figure]:
     """One figure per metric.
 
@@ -151,16 +164,16 @@ def figures(tables: Mapping[str, Table], x: str = "", log: Collection[str] | Non
     ]
 
 
-def _of_simulation(table: Table) -> dict[str, list[_Line]]:
-    found: dict[str, list[_Line]] = {}
+def _of_simulation(table: Table) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
     for metric in dict.fromkeys(table["metric"]):
         whole = table.where(metric=metric, learner=None)
         mean, error = as_floats(whole["mean"]), _BAND * as_floats(whole["standard_error"])
-        found[metric] = [_Line("", as_floats(whole["rounds"]), mean, mean - error, mean + error)]
+        found[metric] = [Line("", as_floats(whole["rounds"]), mean, mean - error, mean + error)]
     return found
 
 
-def _of_sweep(table: Table, x: str) -> dict[str, list[_Line]]:
+def _of_sweep(table: Table, x: str) -> dict[str, list[Line]]:
     """Along the field that is across, or the first one with numbers; every combination of the others is a line.
 
     Where there is none with numbers, every combination is a point of its own.
@@ -173,7 +186,7 @@ def _of_sweep(table: Table, x: str) -> dict[str, list[_Line]]:
     along = across if across in numbers else next(iter(numbers), None) if across == EPSILON else None
     others = [name for name in changed if name != along]
     places = {value: float(k) for k, value in enumerate(dict.fromkeys(table[across].tolist()), 1)}
-    found: dict[str, list[_Line]] = {}
+    found: dict[str, list[Line]] = {}
     for metric in dict.fromkeys(table["metric"]):
         mine = table.where(metric=metric)
         for setting in dict.fromkeys(zip(*(mine[name].tolist() for name in others), strict=True)) if others else [()]:
@@ -186,7 +199,7 @@ def _of_sweep(table: Table, x: str) -> dict[str, list[_Line]]:
                 continue
             order = np.argsort(at, kind="stable")
             mean, low, high = (as_floats(line[end])[order] for end in ("mean", "low", "high"))
-            found.setdefault(metric, []).append(_Line(name, at[order], mean, low, high, along is not None))
+            found.setdefault(metric, []).append(Line(name, at[order], mean, low, high, along is not None))
     return found
 
 
@@ -241,32 +254,56 @@ def _changed(table: Table) -> list[str]:
     return list(table.columns)[: -len(RESULTS)] or ["seeds"]
 
 
-def _figure(metric: str, curves: Sequence[tuple[str, list[_Line]]], across: str, log: Collection[str] | None) -> Figure:
+def _figure(metric: str, curves: Sequence[tuple[str, list[Line]]], across: str, log: Collection[str] | None) -> Figure:
     words = metric.replace("_", " ")
-    several = sum(len(lines) for _, lines in curves) > 1
     flat = [
         (" ".join(filter(None, (file if len(curves) > 1 else "", curve.name))), curve)
         for file, lines in curves
         for curve in lines
     ]
-    banded = len(flat) <= len(PALETTE)  # more bands would hide each other
+    return figure_of(metric, words, flat if len(flat) > 1 else [(words, curve) for _, curve in flat], across, log=log)
+
+
+def figure_of(
+    name: str,
+    title: str,
+    lines: Sequence[tuple[str, Line | None]],
+    across: str,
+    *,
+    log: Collection[str] | None = None,
+    form: Literal["number", "share"] = "number",
+) -> Figure:
+    """A metric over rounds, or over what was changed: a line with its band for every name.
+
+    Args:
+        name: of the figure.
+        title: of the metric.
+        lines: by their names; None: this one has no such metric.
+        across: what is across.
+        log: as of `figures`.
+        form: how values of the metric are written.
+    """
+    drawn, banded = [each for _, each in lines if each is not None], len(lines) <= len(PALETTE)  # more hide each other
     marks = [
         mark
-        for k, (name, curve) in enumerate(flat)
-        for mark in _marks(name if several else words, curve, k, banded=banded)
+        for k, (called, each) in enumerate(lines)
+        if each is not None
+        for mark in _marks(called, each, k, banded=banded)
     ]
-    at = np.concatenate([curve.x for _, curve in flat])
-    reached = np.concatenate([each for _, curve in flat for each in (curve.mean, curve.low, curve.high)])
-    x, y = ("x" in log, "y" in log) if log is not None else (across == "rounds" or decades(at), decades(reached))
+    at = np.concatenate([*(each.x for each in drawn), np.zeros(0)])
+    reached = np.concatenate([*(side for each in drawn for side in (each.mean, each.low, each.high)), np.zeros(0)])
+    x, y = across == "rounds" or decades(at), form == "number" and decades(reached)
+    if log is not None:
+        x, y = "x" in log, "y" in log
     whole = across == "rounds" or across.endswith(_ORDERED)
-    form: Literal["number", "count"] = "count" if whole else "number"
-    return Figure(metric, words, marks, (View("", Axis(across, log=x, form=form), Axis(words, log=y)),), height=340)
+    view = View("", Axis(across, log=x, form="count" if whole else "number"), Axis(title, log=y, form=form))
+    return Figure(name, title.capitalize(), marks, (view,), height=340)
 
 
-def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
+def _marks(name: str, curve: Line, k: int, *, banded: bool) -> Iterator[Mark]:
     """The band, where there is one, and the line over it; of a point alone its error bar."""
     (colour, dash), name = styled(k), short(name, 40)
-    known = bool(np.isfinite(curve.low).all() and np.isfinite(curve.high).all())
+    known = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
     if not curve.joined:
         half = (curve.high - curve.low) / 2 if known else None
         yield dots(curve.x, curve.mean, name, colour, width=7.0, shape=_SHAPES[k % len(_SHAPES)], low=half)
@@ -276,7 +313,7 @@ def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
     yield line(curve.x, curve.mean, name, colour, dash=dash)
 
 
-def for_paper(table: Table) -> Table:
+def _for_paper(table: Table) -> Table:
     """A table as short as a paper has room for: of a simulation what the whole network came to after the last round."""
     if tuple(table.columns) != METRICS or not len(table):
         return table
@@ -296,7 +333,7 @@ def export_results(
     """
     if shown is None:
         shown = figures(tables) if set(asked) & set(FIGURES) else []
-    written = export(folder, asked, tables, shown, {name: for_paper(table) for name, table in tables.items()})
+    written = export(folder, asked, tables, shown, {name: _for_paper(table) for name, table in tables.items()})
     for path in written:
         print(path)
     return written

@@ -93,7 +93,7 @@ def simulate_to(
             return files.enter_context(TranscriptWriter(folder / f"{name}.parquet", spec.name))
 
         said, decided, final, drawn = map(writer, ("transcript", "decisions", "models", "noise"))
-        noises = None if recorder is None or drawn is None else NoiseWriter(drawn, recorder)
+        noises = None if recorder is None or drawn is None else _NoiseWriter(drawn, recorder)
         say = files.enter_context(terminal.bar("simulating"))
 
         def took(step: SimulatedRound) -> None:
@@ -145,7 +145,7 @@ def promise(experiment: Experiment) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseWriter:
+class _NoiseWriter:
     """Writes what a recorder holds, round after round, and lets go of it.
 
     A field is a field of a draw, which need not be one of a message. It has zeros in the rounds without a draw, also in those

@@ -18,21 +18,27 @@ from sottovoce.errors import NotReady, SottovoceError, StrangerError
 from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
-from sottovoce_client.running.operate import UNFED
-from sottovoce_client.web.plans import Plan, plan_of
-from sottovoce_client.web.services import Places, capture_line, course_of, look_at, run_line
-from sottovoce_client.web.view import (
+from sottovoce_client.running.monitoring import (
     CaptureLine,
     Course,
     History,
     LearnerView,
     Look,
+    Places,
+    Plan,
     RunLine,
     RunView,
+    capture_line,
+    course_of,
     lasting,
+    look_at,
+    moment,
     newest,
+    plan_of,
+    run_line,
     run_view,
 )
+from sottovoce_client.running.operate import UNFED
 from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -104,7 +110,7 @@ class Status:
         broken = [
             f"capture {each.name}: {each.state}" for each in self.captures if each.state not in ("open", "closed")
         ]
-        told = [line for view in seen for line in faults_of(view)]
+        told = [line for view in seen for line in _faults_of(view)]
         return tuple(dict.fromkeys([*self.problems, *told, *broken]))
 
 
@@ -114,7 +120,7 @@ def _ended_itself(run: RunView) -> bool:
     return run.state == "stopped" and (exhausted or run.detail.startswith(UNFED))
 
 
-def faults_of(run: RunView) -> Iterator[str]:
+def _faults_of(run: RunView) -> Iterator[str]:
     """What is wrong with a run, a line on each."""
     if run.state == "failed" and run.ended is not None:
         yield f"the run failed: {run.detail or 'nobody says why'}"
@@ -166,17 +172,12 @@ async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
     run_id = asked.run or newest(lines)
     if not run_id:
         return None, ()
-
-    async def told() -> coordinator_pb2.Run:
-        request = coordinator_pb2.GetRunRequest(run_id=run_id)
-        return await known.asked(at, who, lambda stub: stub.GetRun(request, timeout=known.CALL_S))
-
-    run, history = await told(), History()
+    run, history = await known.get_run(at, run_id, who), History()
     plan = plan_of(run.spec)
     history.add(look_at(run, None, time.monotonic()))
     if run.state == coordinator_pb2.RUN_STATE_RUNNING:
         await asyncio.sleep(APART_S)
-        run = await told()
+        run = await known.get_run(at, run_id, who)
         history.add(look_at(run, None, time.monotonic()))
     others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
     return run_view(course_of(run), plan, history), others
@@ -259,8 +260,8 @@ def _run_document(run: RunView, now: float) -> dict[str, Any]:
         "rounds": run.rounds,
         "rounds_done": run.round,
         "rounds_per_second": run.rate,
-        "rounds_per_second_so_far": mean_rate(run, now),
-        "seconds_left": seconds_left(run, now),
+        "rounds_per_second_so_far": _mean_rate(run, now),
+        "seconds_left": _seconds_left(run, now),
         "capture": run.capture,
         "learners": [
             {
@@ -327,25 +328,25 @@ def _print_run(run: RunView, status: Status, console: Console, learner: str = ""
 def progress_line(run: RunView, now: float) -> str:
     """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
     parts = [reached_of(run.round, run.rounds)]
-    mean = mean_rate(run, now)
+    mean = _mean_rate(run, now)
     if run.ended is not None or run.state != "running":
         return parts[0]
     so_far = f" ({number(mean, 3)} so far)" if mean is not None else ""
     parts.append(f"{number(run.rate, 3)} rounds/s{so_far}")
-    if (left := seconds_left(run, now)) is not None:
+    if (left := _seconds_left(run, now)) is not None:
         parts.append(f"about {duration(left)} left")
     return ", ".join(parts)
 
 
-def mean_rate(run: RunView, now: float) -> float | None:
+def _mean_rate(run: RunView, now: float) -> float | None:
     """Rounds a second since it was started; None: that is not known."""
     seconds = (now if run.ended is None else run.ended) - run.started
     return run.round / seconds if run.started and seconds > 0 else None
 
 
-def seconds_left(run: RunView, now: float) -> float | None:
+def _seconds_left(run: RunView, now: float) -> float | None:
     """At the pace of now, as far as it lasts; where no round fell into this while, at that since the start. None: not known."""
-    pace = run.rate or mean_rate(run, now)
+    pace = run.rate or _mean_rate(run, now)
     if run.rounds is None or run.state != "running" or not pace:
         return None
     return float(f"{max(0, run.rounds - run.round) / lasting(pace, run.period_s):.2g}")
@@ -398,11 +399,6 @@ def _in_all(learner: LearnerView) -> str:
     """What a learner has spent in all its runs, for its owner."""
     limit = "no limit" if learner.own_limit is None else f"of {number(learner.own_limit)}"
     return f"ε {number(learner.elsewhere + learner.epsilon)}, {limit}"
-
-
-def moment(when: float) -> str:
-    """A Unix time in this machine's zone."""
-    return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def _date(when: float) -> datetime:

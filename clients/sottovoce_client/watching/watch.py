@@ -23,7 +23,7 @@ from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.auditing.started import TAKEN, require_promised
 from sottovoce_client.privacy.budget import learner_index
-from sottovoce_client.running.launch import run_async
+from sottovoce_client.running.conduct import run_async
 from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_client.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper, load_keys, save_keys

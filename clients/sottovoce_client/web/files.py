@@ -6,9 +6,12 @@ and folders of services are not even looked into.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,83 @@ from ruamel.yaml.error import YAMLError
 from sottovoce.errors import SottovoceError
 from sottovoce.text import plain
 from sottovoce.yaml_files import parse_yaml
-from sottovoce_client.web.plans import plan_from
-from sottovoce_client.web.view import CaptureLine, ReportLine, RunView, ended_view
+from sottovoce_client.running.monitoring import KEPT, CaptureLine, EdgeView, LearnerView, Plan, RunView, plan_from
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLine:
+    """A page in the results that can be opened."""
+
+    path: str
+    title: str
+    bytes: int
+    modified: float
+
+
+def _ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
+    """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
+
+    Args:
+        summary: the content of the file.
+        plan: of its spec.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is no summary.
+    """
+    started = datetime.fromisoformat(summary["started_at"]).timestamp()
+    seconds, told = float(summary["seconds"]), summary["learners"]
+    looks = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
+    pairs = [(a, b) for a, b in itertools.pairwise(looks[-KEPT:]) if b[0] > a[0]]
+    done = min((int(each["rounds"]) for each in told if not each["left"]), default=0)
+    receivers = Counter(speaker for speaker, _ in plan.ways)
+    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.ways}
+    edges = sorted({(min(way), max(way)) for way in plan.ways})
+    return RunView(
+        run_id=plain(str(summary["run_id"])),
+        name=plain(plan.name),
+        state=plain(str(summary["state"])),
+        detail=plain(str(summary["detail"])),
+        algorithm=plain(plan.algorithm),
+        clock=plan.clock,
+        period_s=plan.period_s,
+        capture=plan.capture,
+        live=plan.live,
+        started=started,
+        ended=started + seconds,
+        round=done,
+        rounds=plan.rounds,
+        rate=done / seconds if seconds > 0 else None,
+        left_s=None,
+        pace=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
+        counted_by="learners",
+        learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
+        edges=tuple(
+            EdgeView(*(way if way in sent else way[::-1]), 0.0, 0.0, 0.0, sent.get(way, 0) + sent.get(way[::-1], 0),
+                     not (way in sent and way[::-1] in sent))
+            for way in edges
+        ),
+        notices=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
+    )  # fmt: skip
+
+
+def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
+    return LearnerView(
+        name=plain(str(said["name"])),
+        address="",
+        state="left" if said["left"] else plain(state),
+        away_since=None,
+        rounds=int(said["rounds"]),
+        epsilon=float(said["spent"]),
+        limit=None if said["budget"] is None else float(said["budget"]),
+        elsewhere=0.0,
+        own_limit=None,
+        records=int(said["records"]),
+        waiting=int(said["waiting"]),
+        arrival=None,
+        accuracy=said["prequential_accuracy"],
+        notices=(),
+    )
+
 
 PAGES, FACTS = ".html", "capture.json"
 """What may be opened: files that end so, and files of this name."""
@@ -186,6 +264,6 @@ def _of_summary(said: Mapping[str, Any]) -> dict[str, Any]:
 def _view(said: Mapping[str, Any]) -> RunView | None:
     """The run of a summary; None where it is one of another version."""
     try:
-        return ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
+        return _ended_view(said, plan_from(parse_yaml(str(said["spec_yaml"]))))
     except (SottovoceError, YAMLError, LookupError, TypeError, ValueError):
         return None

@@ -5,34 +5,65 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import sottovoce
 from sottovoce.errors import NotReady, SottovoceError
 from sottovoce.text import plain
 from sottovoce_client.documents import page_json
-from sottovoce_client.web.files import End, Files, Results
-from sottovoce_client.web.plans import Plan, plan_of
-from sottovoce_client.web.services import Asked, Services, capture_line, course_of, look_at, run_line
-from sottovoce_client.web.view import (
+from sottovoce_client.running.monitoring import (
     CaptureLine,
     History,
-    Page,
-    Problem,
+    Plan,
     RunLine,
     RunView,
-    WatchView,
+    capture_line,
+    course_of,
+    look_at,
     newest,
+    plan_of,
+    run_line,
     run_view,
 )
-from sottovoce_client.web.view import run_line as ended_line
-from sottovoce_client.web.watching import read_watch
+from sottovoce_client.web.files import End, Files, ReportLine, Results
+from sottovoce_client.web.services import Asked, Services, WatchView, read_watch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Who does not answer, as it was said, and since when."""
+
+    text: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that is shown.
+
+    Attributes:
+        at: Unix time.
+        run: that is looked at; None: there is none, or nobody knows it.
+        runs, captures, reports: to open, the newest first.
+        watch: of this run.
+        problems: who does not answer.
+        folder: of the results; empty: none was given.
+        gone: whether the coordinator does not answer, so that what is shown of the run is old.
+    """
+
+    at: float
+    version: str
+    run: RunView | None = None
+    runs: tuple[RunLine, ...] = ()
+    captures: tuple[CaptureLine, ...] = ()
+    reports: tuple[ReportLine, ...] = ()
+    watch: WatchView | None = None
+    problems: tuple[Problem, ...] = ()
+    folder: str = ""
+    gone: bool = False
+
 
 LOOK_S = 1.0
 _LISTS_S, _FILES_S = 5.0, 10.0
@@ -212,7 +243,7 @@ class Gathering:
     def _listed(self) -> tuple[RunLine, ...]:
         """Runs that the coordinator tells of, and then those that only their results tell of, the newest first."""
         told = {each.run_id for each in self._runs}
-        found = [ended_line(run) for run in self._results.runs.values() if run.run_id not in told]
+        found = [_ended_line(run) for run in self._results.runs.values() if run.run_id not in told]
         return (*self._runs, *found)
 
     def _page(self, run_id: str) -> Page:
@@ -233,7 +264,7 @@ class Gathering:
             at=time.time(),
             version=sottovoce.__version__,
             run=shown,
-            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._listed),
+            runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
             captures=merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,
@@ -246,7 +277,7 @@ class Gathering:
 # ---- what services say, and results ---------------------------------------------------------------------------------
 
 
-def as_ended(line: RunLine, end: End | None) -> RunLine:
+def _as_ended(line: RunLine, end: End | None) -> RunLine:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
@@ -264,10 +295,15 @@ def merged(
         gone: it tells nothing any more: what lies in the folder is newer.
     """
     by_name = {each.name: each for each in found}
-    own = [each if each.name not in by_name else as_found(each, by_name[each.name], gone) for each in told]
+    own = [each if each.name not in by_name else _as_found(each, by_name[each.name], gone) for each in told]
     return (*own, *(each for each in found if each.name not in {one.name for one in told}))
 
 
-def as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
+def _as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
     """A capture of which both say something."""
     return found if gone else replace(told, path=found.path)
+
+
+def _ended_line(run: RunView) -> RunLine:
+    """The line of a run in the list."""
+    return RunLine(run.run_id, run.state, run.detail, run.started, run.ended, run.round)

@@ -1,24 +1,24 @@
-"""The services that the console asks: where they are, and what they say, as values."""
+"""The services that the console asks: a coordinator, an eavesdropper, and the metrics of a watch."""
 
 from __future__ import annotations
 
 import json
+import urllib.request
+from collections import defaultdict
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from datetime import UTC
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce.errors import NotReady, SpecError
+from sottovoce.data.files import import_extra
+from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce.text import plain
-from sottovoce_client.web.plans import Way
-from sottovoce_client.web.view import CaptureLine, Count, Course, Look, RunLine
+from sottovoce_client.running.monitoring import Count, Places, Way
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
@@ -26,24 +26,7 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdroppe
 
 _CALL_S = 4.0
 _MOST_RUNS, _MOST_CAPTURES = 50, 50
-
-_STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coordinator_pb2.RunState.items()}
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where services listen, and who asks them.
-
-    Attributes:
-        coordinator, eavesdropper: addresses; empty: there is none.
-        identity: folder of an operator's; None: there is none.
-    """
-
-    coordinator: str = ""
-    eavesdropper: str = ""
-    identity: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +41,7 @@ class Asked:
     """
 
     folder: Path | None = None
-    places: Places = Places()
+    places: Places = field(default_factory=Places)
     watch: str = ""
     insecure: bool = False
 
@@ -154,63 +137,80 @@ async def _answer(call: Awaitable[T], who: str) -> T:
         raise as_error(error, who) from None
 
 
-# ---- what was said, as values ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class WatchLine:
+    """Natural logarithms of a learner's e-values, and from where on they are an alarm; None: not told."""
+
+    name: str
+    e: float
+    change: float | None
+    line: float | None
+    change_line: float | None
+    rounds: int
+    alarms: int
 
 
-def course_of(run: coordinator_pb2.Run) -> Course:
-    """Where a run stands."""
-    notices = [*misconduct_lines(run), *([run.capture_error] if run.capture_error else [])]
-    line = run_line(run)
-    return Course(
-        line.run_id,
-        line.state,
-        line.detail,
-        line.started,
-        line.ended,
-        tuple(map(plain, notices)),
-        plain(run.capture_location),
-    )
+@dataclass(frozen=True, slots=True)
+class WatchView:
+    """What `sottovoce watch` says of a run; `together` is of all learners."""
+
+    run: str
+    learners: tuple[WatchLine, ...]
+    together: WatchLine | None
+    alarms: int
 
 
-def run_line(run: coordinator_pb2.Run) -> RunLine:
-    """A run in the list."""
-    statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
-    return RunLine(
-        run_id=plain(run.run_id),
-        state=_STATES.get(run.state, "of a newer version"),
-        detail=plain(run.detail),
-        started=run.started_at.ToDatetime(UTC).timestamp(),
-        ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
-        round=Look(0.0, statuses).round,
-    )
+_PREFIX = "sottovoce_watch_"
+_WAIT_S, _MOST = 2.0, 4 * 1024 * 1024
 
 
-def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> Look:
-    """A look at a run's learners.
+def read_watch(address: str) -> tuple[WatchView, ...]:
+    """What a watch says of each run that it watches. Blocks, for two seconds at most.
 
-    Args:
-        run: as its coordinator says.
-        heard: what the eavesdropper counted.
-        at: when.
+    Raises:
+        SpecError: this is no address, or prometheus_client is not installed.
+        Unavailable: it does not answer.
     """
-    return Look(
-        at,
-        tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
-        tuple(plain(each.address) for each in run.learners),
-        tuple(
-            each.away_since.ToDatetime(UTC).timestamp() if each.HasField("away_since") else None
-            for each in run.learners
-        ),
-        heard,
-    )
+    place_of(address, "--watch")
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WAIT_S) as answer:
+            text = answer.read(_MOST).decode("utf-8", "replace")
+        return watch_views(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise Unavailable(f"the watch at {address} does not tell its numbers (--metrics): {reason}") from None
 
 
-def capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
-    """A capture in the list."""
-    state = told.error or ("open" if told.open else "closed")
-    if told.gaps:
-        state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
-    location = plain(told.location)
-    return CaptureLine(
-        Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
+def watch_views(text: str) -> tuple[WatchView, ...]:
+    """The same, of its text.
+
+    Raises:
+        ValueError: it is none of Prometheus.
+    """
+    parser = import_extra("prometheus_client.parser", "prometheus_client", "--watch", "console")
+    told: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(_PREFIX):
+                run, learner = sample.labels.get("run", ""), sample.labels.get("learner", "")
+                told[run][learner][sample.name.removeprefix(_PREFIX)] = sample.value
+    return tuple(_view(run, learners) for run, learners in told.items())
+
+
+def _view(run: str, learners: dict[str, dict[str, float]]) -> WatchView:
+    lines = {name: _line(name, said) for name, said in learners.items() if "log_e_value" in said}
+    together = lines.pop("", None)
+    alarms = sum(int(said.get("alarms", 0)) for said in learners.values())
+    return WatchView(plain(run), tuple(lines.values()), together, alarms)
+
+
+def _line(name: str, said: dict[str, float]) -> WatchLine:
+    return WatchLine(
+        name=plain(name),
+        e=said["log_e_value"],
+        change=said.get("change_log_e_value"),
+        line=said.get("log_threshold"),
+        change_line=said.get("change_log_threshold"),
+        rounds=int(said.get("round", 0)),
+        alarms=int(said.get("alarms", 0)),
     )

@@ -1,17 +1,112 @@
-"""What the page shows, made of what is known; pure. The page itself only puts it into words and pictures."""
+"""The model of a run under observation: its plan, what its services report, and the view that `status` and the console show."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import ValidationError
+
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.network.roster import Absence, Roster, names_of
+from sottovoce.network.topology import Topology
+from sottovoce.registry import ENDLESS
 from sottovoce.text import plain
-from sottovoce_client.web.plans import Plan, Way
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, misconduct_lines
+from sottovoce_rpc.specs import document_from_wire
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
+
+_FEW_ROUNDS = 64
+"""Of a network that changes more often, every edge is taken to lead both ways."""
+Way = tuple[int, int]
+"""From whom to whom: indices of learners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a run from its spec; code that it names is not imported.
+
+    Attributes:
+        name: of the run.
+        rounds: planned; None: no end is.
+        algorithm: by name.
+        learners: names.
+        ways: who says something to whom; empty where only code of the run could tell.
+        capture: how it is overheard: `none`, `relay`, `mirror` or `wiretap`.
+        clock: its mode.
+        period_s: of a round, where the clock paces them.
+        live: whether records come while it goes on.
+        lost: names of learners that the run goes on without.
+    """
+
+    name: str
+    rounds: int | None
+    algorithm: str
+    learners: tuple[str, ...]
+    ways: tuple[Way, ...]
+    capture: str
+    clock: str
+    period_s: float | None
+    live: bool
+    lost: frozenset[str] = frozenset()
+
+
+def plan_of(spec: str) -> Plan:
+    """Read a spec as it crosses the wire.
+
+    Raises:
+        SpecError: it is not JSON, of a format that is none, or of a version that says things otherwise.
+    """
+    return plan_from(document_from_wire(spec))
+
+
+def plan_from(document: Any) -> Plan:
+    """Read a spec as YAML or JSON gives it.
+
+    Raises:
+        SpecError: it is of a version that says things otherwise.
+    """
+    try:
+        return _plan(document)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise SpecError("the run's spec is of a version that this one cannot read") from None
+
+
+def _plan(document: Any) -> Plan:
+    names = names_of(document["learners"])
+    absences = tuple(Absence(**each) for each in document.get("absences") or ())
+    clock, algorithm = document.get("clock") or {}, document["algorithm"]
+    return Plan(
+        name=str(document.get("name") or "run"),
+        rounds=None if document["rounds"] is None else int(document["rounds"]),
+        algorithm=str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm),
+        learners=names,
+        ways=_ways(document, names, absences),
+        capture=str(document.get("capture") or "none"),
+        clock=str(clock.get("mode") or "free"),
+        period_s=clock.get("period_s"),
+        live=(document.get("data") or {}).get("source") == "live",
+        lost=frozenset(each.learner for each in absences if each.unheard),
+    )
+
+
+def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[Absence, ...]) -> tuple[Way, ...]:
+    """Who says something to whom in any round."""
+    try:
+        topology = Topology.model_validate(document.get("topology") or {})
+        network = topology.network(len(names), int(document["rounds"] or ENDLESS), Roster(names, absences))
+        if network.horizon > _FEW_ROUNDS:
+            return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
+        heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+    except (SottovoceError, ValidationError):  # a graph of one's own, which only its code could tell
+        return ()
+    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T))
+
 
 WINDOW_S, FEW_ROUNDS = 10.0, 5
 """Rates are of so many seconds, or paced rounds: slow enough to read, and quick enough to see that something stopped."""
@@ -20,7 +115,6 @@ KEPT = 180
 _OVER = (LearnerState.FINISHED, LearnerState.STOPPED)
 NEAR = 0.9
 """A learner that has spent such a share of its limit is told of, where it goes on spending."""
-
 Count = tuple[int, int]
 """Messages, and their bytes."""
 
@@ -159,73 +253,6 @@ class CaptureLine:
     modified: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReportLine:
-    """A page in the results that can be opened."""
-
-    path: str
-    title: str
-    bytes: int
-    modified: float
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Who does not answer, as it was said, and since when."""
-
-    text: str
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
-class WatchLine:
-    """Natural logarithms of a learner's e-values, and from where on they are an alarm; None: not told."""
-
-    name: str
-    e: float
-    change: float | None
-    line: float | None
-    change_line: float | None
-    rounds: int
-    alarms: int
-
-
-@dataclass(frozen=True, slots=True)
-class WatchView:
-    """What `sottovoce watch` says of a run; `together` is of all learners."""
-
-    run: str
-    learners: tuple[WatchLine, ...]
-    together: WatchLine | None
-    alarms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """All that is shown.
-
-    Attributes:
-        at: Unix time.
-        run: that is looked at; None: there is none, or nobody knows it.
-        runs, captures, reports: to open, the newest first.
-        watch: of this run.
-        problems: who does not answer.
-        folder: of the results; empty: none was given.
-        gone: whether the coordinator does not answer, so that what is shown of the run is old.
-    """
-
-    at: float
-    version: str
-    run: RunView | None = None
-    runs: tuple[RunLine, ...] = ()
-    captures: tuple[CaptureLine, ...] = ()
-    reports: tuple[ReportLine, ...] = ()
-    watch: WatchView | None = None
-    problems: tuple[Problem, ...] = ()
-    folder: str = ""
-    gone: bool = False
-
-
 # ---- how it is made ----------------------------------------------------------------------------------------------------
 
 
@@ -354,76 +381,6 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     return told
 
 
-def ended_view(summary: Mapping[str, Any], plan: Plan) -> RunView:
-    """A run that is over, as its `summary.json` says: the services that ran it need not be there any more.
-
-    Args:
-        summary: the content of the file.
-        plan: of its spec.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is no summary.
-    """
-    started = datetime.fromisoformat(summary["started_at"]).timestamp()
-    seconds, told = float(summary["seconds"]), summary["learners"]
-    looks = [(float(each["seconds"]), min(each["rounds"], default=0)) for each in summary["progress"]]
-    pairs = [(a, b) for a, b in itertools.pairwise(looks[-KEPT:]) if b[0] > a[0]]
-    done = min((int(each["rounds"]) for each in told if not each["left"]), default=0)
-    receivers = Counter(speaker for speaker, _ in plan.ways)
-    sent = {(s, r): int(told[s]["messages"]) // receivers[s] for s, r in plan.ways}
-    edges = sorted({(min(way), max(way)) for way in plan.ways})
-    return RunView(
-        run_id=plain(str(summary["run_id"])),
-        name=plain(plan.name),
-        state=plain(str(summary["state"])),
-        detail=plain(str(summary["detail"])),
-        algorithm=plain(plan.algorithm),
-        clock=plan.clock,
-        period_s=plan.period_s,
-        capture=plan.capture,
-        live=plan.live,
-        started=started,
-        ended=started + seconds,
-        round=done,
-        rounds=plan.rounds,
-        rate=done / seconds if seconds > 0 else None,
-        left_s=None,
-        pace=tuple(max(0.0, round((b[1] - a[1]) / (b[0] - a[0]), 3)) for a, b in pairs),
-        counted_by="learners",
-        learners=tuple(_ended_learner(each, str(summary["state"])) for each in told),
-        edges=tuple(
-            EdgeView(*(way if way in sent else way[::-1]), 0.0, 0.0, 0.0, sent.get(way, 0) + sent.get(way[::-1], 0),
-                     not (way in sent and way[::-1] in sent))
-            for way in edges
-        ),
-        notices=tuple(plain(str(each)) for each in (*summary["misconduct"], *summary["not_captured"])),
-    )  # fmt: skip
-
-
-def _ended_learner(said: Mapping[str, Any], state: str) -> LearnerView:
-    return LearnerView(
-        name=plain(str(said["name"])),
-        address="",
-        state="left" if said["left"] else plain(state),
-        away_since=None,
-        rounds=int(said["rounds"]),
-        epsilon=float(said["spent"]),
-        limit=None if said["budget"] is None else float(said["budget"]),
-        elsewhere=0.0,
-        own_limit=None,
-        records=int(said["records"]),
-        waiting=int(said["waiting"]),
-        arrival=None,
-        accuracy=said["prequential_accuracy"],
-        notices=(),
-    )
-
-
-def run_line(run: RunView) -> RunLine:
-    """The line of a run in the list."""
-    return RunLine(run.run_id, run.state, run.detail, run.started, run.ended, run.round)
-
-
 def edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[EdgeView, ...]:
     """What passes on every edge: as the eavesdropper counted, else as learners say, who tell all their neighbours the same."""
     counts = dict(now.heard) if now.heard is not None else said(ways, now)
@@ -477,3 +434,87 @@ def _mean_rate(course: Course, last: Look) -> float | None:
     """Of a run that is over."""
     seconds = (course.ended or course.started) - course.started
     return last.round / seconds if seconds > 0 else None
+
+
+_STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coordinator_pb2.RunState.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where services listen, and who asks them.
+
+    Attributes:
+        coordinator, eavesdropper: addresses; empty: there is none.
+        identity: folder of an operator's; None: there is none.
+    """
+
+    coordinator: str = ""
+    eavesdropper: str = ""
+    identity: Path | None = None
+
+
+# ---- what was said, as values ------------------------------------------------------------------------------------------
+
+
+def course_of(run: coordinator_pb2.Run) -> Course:
+    """Where a run stands."""
+    notices = [*misconduct_lines(run), *([run.capture_error] if run.capture_error else [])]
+    line = run_line(run)
+    return Course(
+        line.run_id,
+        line.state,
+        line.detail,
+        line.started,
+        line.ended,
+        tuple(map(plain, notices)),
+        plain(run.capture_location),
+    )
+
+
+def run_line(run: coordinator_pb2.Run) -> RunLine:
+    """A run in the list."""
+    statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
+    return RunLine(
+        run_id=plain(run.run_id),
+        state=_STATES.get(run.state, "of a newer version"),
+        detail=plain(run.detail),
+        started=run.started_at.ToDatetime(UTC).timestamp(),
+        ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
+        round=Look(0.0, statuses).round,
+    )
+
+
+def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> Look:
+    """A look at a run's learners.
+
+    Args:
+        run: as its coordinator says.
+        heard: what the eavesdropper counted.
+        at: when.
+    """
+    return Look(
+        at,
+        tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
+        tuple(plain(each.address) for each in run.learners),
+        tuple(
+            each.away_since.ToDatetime(UTC).timestamp() if each.HasField("away_since") else None
+            for each in run.learners
+        ),
+        heard,
+    )
+
+
+def capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
+    """A capture in the list."""
+    state = told.error or ("open" if told.open else "closed")
+    if told.gaps:
+        state += f"; rounds are missing in {told.gaps} {'place' if told.gaps == 1 else 'places'}"
+    location = plain(told.location)
+    return CaptureLine(
+        Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
+    )
+
+
+def moment(when: float) -> str:
+    """A Unix time in this machine's zone."""
+    return f"{datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"
