@@ -470,7 +470,7 @@ def _lines(
     else:
         yield "# For `sottovoce predict`. Accuracy on held-out records does without: it is measured from the capture."
     off = "" if spec.telemetry.predict else "# "
-    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy show`)"
+    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy`)"
 
 
 def next_commands(spec: str) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Ledger:
     def require_known(self, learner: str, sent: Sequence[Sent]) -> None:
         """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
 
-        What its owner charged (`sottovoce ledger repair --charge`) stands for all that was sent before.
+        What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.
 
         Raises:
             DataError: as `lines`; or the ledger knows less of a run than was sent in it.

@@ -75,7 +75,7 @@ def require_readable(lines: list[Line], learner: str, path: Path) -> None:
     if first.get("learner") != learner:
         raise DataError(
             f"{path} must be the ledger of {learner!r}, and is that of {first.get('learner')!r}: put back the right one, or "
-            "leave it to `sottovoce ledger repair`"
+            "leave it to `sottovoce ledger --repair`"
         )
 
 

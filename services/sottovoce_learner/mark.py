@@ -116,7 +116,7 @@ def read_mark(path: Path, *, copied: bool = False) -> Mark | None:
         raise DataError(
             f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
             "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the only "
-            f"one that is left, say so: `sottovoce ledger moved {path.parent} --learner {path.stem}`"
+            f"one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
         )
     return found
 

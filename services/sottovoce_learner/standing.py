@@ -263,7 +263,8 @@ def _damaged(standing: Standing, what: str) -> NoReturn:
     figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
     raise DataError(
         f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is lost, "
-        f"`sottovoce ledger repair {standing.files.folder} --learner {name!r}` charges what may have been spent, {figure}"
+        f"`sottovoce ledger --repair --state {standing.files.folder} --learner {name!r}` charges what may have been spent, "
+        f"{figure}"
     )
 
 

@@ -127,29 +127,23 @@ COMMANDS = {
     "data": "describe",
     "data fetch": "--from",
     "up": "--per-process",
-    "run": "--coordinator",
+    "run": "Also takes --json, --coordinator, --identity, --insecure: see sottovoce --help.",
     "simulate": "--write",
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
     "status": "epsilon spent",
-    "policy": "check",
-    "policy show": "with what each clause says",
-    "policy check": "Which learner of the spec",
+    "policy": "which of its learners",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
     "predict": "(telemetry.predict)",
     "models": "what handing it out costs",
     "models export": "--unprotected",
-    "spec": "schema",
+    "spec": "values",
     "spec check": "without running anything",
-    "spec show": "all defaults filled in",
-    "spec schema": "JSON schema",
     "spec values": "for the Helm chart",
-    "schema": "infer",
-    "schema infer": "a sample that is public",
-    "schema check": "how many records of a file fit",
-    "version": "Print the version",
+    "init": "from public records",
+    "data describe": "how many records fit it",
 }
 
 
@@ -230,7 +224,11 @@ def test_a_command_looks_at_its_variables_unless_it_explains_itself() -> None:
 def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[int, str, str]]) -> None:
     demo = tmp_path / "demo.yaml"
     demo.write_text(ran("demo", "--print-spec")[1], encoding="utf-8")
-    shown, checked, schema = ran("spec", "show", str(demo)), here("spec", "check", str(demo)), here("spec", "schema")
+    shown, checked, schema = (
+        ran("spec", "check", str(demo), "--print"),
+        here("spec", "check", str(demo)),
+        here("spec", "check", "--json-schema"),
+    )
 
     assert (shown[0], checked[0], schema[0]) == (0, 0, 0)
     (tmp_path / "shown.yaml").write_text(shown[1], encoding="utf-8")

@@ -303,7 +303,7 @@ def test_where_a_simulation_ended_early_another_one_may_write(
             "sweep.csv",
         ),
         (["budget", "SPEC"], "budget.json"),
-        (["tradeoff", "SPEC", "--epsilons", "5,10,20", "--replicas", "2"], "tradeoff.html"),
+        (["budget", "SPEC", "--tradeoff", "5,10,20", "--replicas", "2"], "tradeoff.html"),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.html"),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.json"),
     ],

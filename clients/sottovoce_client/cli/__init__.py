@@ -12,12 +12,9 @@ from sottovoce_client.cli.app import (
     data_app,
     eavesdropper_app,
     feed_app,
-    ledger_app,
     models_app,
     pki_app,
-    policy_app,
     runs_app,
-    schema_app,
     spec_app,
     transcript_app,
 )
@@ -39,7 +36,6 @@ from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
 from sottovoce_client.cli import specs as specs
-from sottovoce_client.cli import schemas as schemas
 # isort: on
 
 __all__ = [
@@ -55,7 +51,6 @@ __all__ = [
     "pki",
     "privacy",
     "runs",
-    "schemas",
     "services",
     "specs",
     "starting",
@@ -69,10 +64,7 @@ app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(pki_app, name="pki", rich_help_panel="Services")
-app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
-app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
-app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
 
 def main(*, service: bool = False) -> None:

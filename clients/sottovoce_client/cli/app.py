@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.plain import plain
 from sottovoce_client.cli import completing
+from sottovoce_client.cli.common_options import (
+    DEFAULT_COORDINATOR,
+    SERVICE,
+    Commands,
+    Group,
+    read_config,
+    read_profile,
+    takes,
+    using,
+)
+from sottovoce_client.command_words import command_words
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -69,6 +79,7 @@ VARIABLES = frozenset(
             "NOISE_SEED",
             "OWNER",
             "POLICY",
+            "PROFILE",
             "SOURCE",
             "STATE",
             "TRACE",
@@ -111,7 +122,7 @@ def require_variables(environment: Mapping[str, str]) -> list[str]:
     return others
 
 
-class _Sottovoce(TyperGroup):
+class _Sottovoce(Group):
     """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
 
     def make_context(self, *words: Any, **more: Any) -> Any:
@@ -134,11 +145,11 @@ class _Sottovoce(TyperGroup):
                     _made.pop().rmdir()
 
 
-class _Application(typer.Typer):
+class _Application(Commands):
     """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
 
     def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
-        asked, first = copy.copy(self), [*(sys.argv[1:] if args is None else args), ""][0]
+        asked, first = copy.copy(self), [*command_words(sys.argv[1:] if args is None else args), ""][0]
         asked.registered_commands = [each for each in self.registered_commands if _name(each) == first]
         asked.registered_groups = [each for each in self.registered_groups if each.name == first]
         known = asked.registered_commands or asked.registered_groups
@@ -163,6 +174,7 @@ app = _Application(
 )
 
 
+_ALL = "Options of every command, before it or after it"
 WIRE = "sottovoce_wire.v1"
 """The package of all messages and methods."""
 
@@ -182,85 +194,6 @@ def _print_version(asked: bool) -> None:
         print(f"sottovoce {installed_version()}")
         print(f"wire {WIRE}, run specs of format {FORMAT}, captures {CAPTURES}")
         raise typer.Exit
-
-
-@app.callback()
-def _sottovoce(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=_print_version,
-            help="Print the version, and the formats of wire, specs and captures.",
-        ),
-    ] = False,
-) -> None:
-    """What stands before any command."""
-
-
-data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
-feed_app = typer.Typer(
-    no_args_is_help=True,
-    help="Bring live records into a learner: from files that grow, standard input, HTTP and brokers, each once.",
-)
-schema_app = typer.Typer(
-    no_args_is_help=True, help="What the fields of a record may say: draft a schema, check it and records against it."
-)
-spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs, and what follows from them.")
-eavesdropper_app = typer.Typer(invoke_without_command=True)
-pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
-ledger_app = typer.Typer(invoke_without_command=True)
-policy_app = typer.Typer(no_args_is_help=True, help="What a learner's owner allows: print it, hold a run against it.")
-runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
-models_app = typer.Typer(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
-transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
-
-SpecFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.spec_files
-    ),
-]
-
-
-def results_of(name: str) -> Any:
-    """The option that says where results go; without it, to a folder of this name and the time."""
-    return typer.Option(
-        "--out", help="Folder for the results; none is replaced.", show_default=f"sottovoce-runs/{name}-TIME"
-    )
-
-
-Out = Annotated[Path | None, results_of("NAME")]
-MOST, MOST_JOBS = 10**7, 4096
-"""Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
-MOST_SECONDS = 1e9
-"""Thirty years: what timers take."""
-SERVED = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
-"""What services that a command has started write into its folder."""
-Export = Annotated[
-    str,
-    typer.Option(
-        metavar="FORMATS",
-        help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
-        show_default="none",
-        autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
-    ),
-]
-LiveRounds = Annotated[
-    int | None,
-    typer.Option(
-        "--rounds", min=1, max=2**27, help="Of live records: over so many rounds.", show_default="those of the spec"
-    ),
-]
-LiveRecords = Annotated[
-    float | None,
-    typer.Option(
-        "--records",
-        help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned from.",
-        show_default="1",
-    ),
-]
 
 
 def address(
@@ -305,19 +238,158 @@ def real(*flags: str, least: float, most: float, **options: Any) -> Any:
     return typer.Option(*flags, min=least, max=most, callback=held, **options)
 
 
+@app.callback()
+def _sottovoce(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_version,
+            help="Print the version, and the formats of wire, specs and captures.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the result as JSON, for programs; words go to standard error.", rich_help_panel=_ALL
+        ),
+    ] = False,
+    coordinator: Annotated[
+        str | None,
+        address(
+            "--coordinator",
+            envvar="SOTTOVOCE_COORDINATOR",
+            help="Address of the coordinator.",
+            show_default=DEFAULT_COORDINATOR,
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            "--identity",
+            envvar="SOTTOVOCE_IDENTITY",
+            help="Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
+            "learners in one process: the folder with a folder learner-NAME for each.",
+            show_default="none: this machine only",
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="SOTTOVOCE_INSECURE",
+            help="Without an identity, use unencrypted channels to other machines, too: anybody in between may do anything.",
+            rich_help_panel=_ALL,
+        ),
+    ] = False,
+    allow_imports: Annotated[
+        bool,
+        typer.Option(
+            "--allow-imports",
+            envvar="SOTTOVOCE_ALLOW_IMPORTS",
+            help="Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
+            rich_help_panel=_ALL,
+        ),
+    ] = False,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            "--log-level",
+            envvar="SOTTOVOCE_LOG_LEVEL",
+            help="debug, info, warning or error.",
+            show_default="info",
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    log_format: Annotated[
+        Literal["auto", "json", "people"],
+        typer.Option(
+            "--log-format",
+            envvar="SOTTOVOCE_LOG_FORMAT",
+            help="How logs are written; auto: for people on a terminal, as JSON elsewhere.",
+            rich_help_panel=_ALL,
+        ),
+    ] = "auto",
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME",
+            envvar="SOTTOVOCE_PROFILE",
+            is_eager=True,
+            callback=read_profile,
+            help="Take values for these options from the file sottovoce/NAME.yaml in your configuration folder.",
+            show_default="none",
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar="SOTTOVOCE_CONFIG",
+            is_eager=True,
+            callback=read_config,
+            help="Of a service: YAML file with values for its options; the command line and the environment win.",
+            show_default="none",
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    stop_with_stdin: Annotated[
+        bool, typer.Option("--stop-with-stdin", help="Of a service: stop when standard input ends.", hidden=True)
+    ] = False,
+) -> None:
+    """The options of every command."""
+
+
+data_app = Commands(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
+feed_app = Commands(
+    no_args_is_help=True,
+    help="Bring live records into a learner: from files that grow, standard input, HTTP and brokers, each once.",
+)
+spec_app = Commands(no_args_is_help=True, help="Check and print run specs, and what follows from them.")
+eavesdropper_app = Commands(cls=using(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True)
+pki_app = Commands(no_args_is_help=True, help="Identities: a certificate authority of your own.")
+runs_app = Commands(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
+models_app = Commands(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
+transcript_app = Commands(no_args_is_help=True, help="Look into what was overheard, or simulated.")
+
+SpecFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SPEC", help="The run spec, a YAML file.", show_default=False, autocompletion=completing.spec_files
+    ),
+]
+
+
+def results_of(name: str) -> Any:
+    """The option that says where results go; without it, to a folder of this name and the time."""
+    return typer.Option(
+        "--out", help="Folder for the results; none is replaced.", show_default=f"sottovoce-runs/{name}-TIME"
+    )
+
+
+Out = Annotated[Path | None, results_of("NAME")]
+MOST, MOST_JOBS = 10**7, 4096
+"""Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
+MOST_SECONDS = 1e9
+"""Thirty years: what timers take."""
+SERVED = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
+"""What services that a command has started write into its folder."""
+Export = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMATS",
+        help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
+        show_default="none",
+        autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
+    ),
+]
 Listen = Annotated[
     str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
-]
-Coordinator = Annotated[str, address(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
-HERE = "127.0.0.1:7400"
-"""Where a coordinator of this machine listens, if nobody says where."""
-AllowImports = Annotated[
-    bool,
-    typer.Option(
-        "--allow-imports",
-        envvar="SOTTOVOCE_ALLOW_IMPORTS",
-        help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
-    ),
 ]
 KeepLog = Annotated[
     bool,
@@ -325,31 +397,6 @@ KeepLog = Annotated[
         "--keep-log",
         envvar="SOTTOVOCE_KEEP_LOG",
         help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --log`.",
-    ),
-]
-IdentityFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--identity",
-        envvar="SOTTOVOCE_IDENTITY",
-        help="Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
-        "learners in one process: the folder with a folder learner-NAME for each.",
-        show_default="none: this machine only",
-    ),
-]
-Insecure = Annotated[
-    bool,
-    typer.Option(
-        "--insecure",
-        envvar="SOTTOVOCE_INSECURE",
-        help="Without an identity, speak in the clear to other machines, too: anybody in between may do anything.",
-    ),
-]
-LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
-LogFormat = Annotated[
-    Literal["auto", "json", "people"],
-    typer.Option(
-        envvar="SOTTOVOCE_LOG_FORMAT", help="How logs are written; auto: for people on a terminal, as JSON elsewhere."
     ),
 ]
 Metrics = Annotated[
@@ -364,40 +411,6 @@ Metrics = Annotated[
         show_default="none",
     ),
 ]
-
-
-def _apart(context: typer.Context, asked: bool) -> bool:
-    """Callback of `--json`: the result has standard output to itself until the command ends."""
-    if asked:
-        from sottovoce_client.terminal import json_apart
-
-        context.with_resource(json_apart())
-    return asked
-
-
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", callback=_apart, help="Print the result as JSON, for programs; words go to standard error."),
-]
-"""Commands `tell` their result, which is heard where this was asked for."""
-StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
-
-
-def _config(context: typer.Context, path: Path | None) -> Path | None:
-    """Defaults from a file: weaker than flags and environment."""
-    if path is not None:
-        from sottovoce.yaml_files import document_of, text_of
-
-        text = text_of(path, "a configuration")
-        says = any(line and not line.startswith("#") for line in map(str.strip, text.splitlines()))
-        defaults = dict(document_of(text, str(path), "a configuration")) if says else {}
-        known = {parameter.name for parameter in context.command.params}
-        if unknown := sorted(map(str, defaults.keys() - known)):
-            raise SpecError(
-                f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
-            )
-        context.default_map = {**(context.default_map or {}), **defaults}
-    return path
 
 
 def _backend(backend: str, _: str) -> None:
@@ -425,20 +438,10 @@ Canaries = Annotated[
         help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
     ),
 ]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        envvar="SOTTOVOCE_CONFIG",
-        is_eager=True,
-        callback=_config,
-        help="YAML file with values for these options; flags and environment win.",
-    ),
-]
 
 
-def levels(text: str, least: int = 1) -> tuple[float, ...]:
-    """What `--epsilons 1,2,5` says: ascending, each once.
+def levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
+    """Privacy levels, such as 1,2,5: ascending, each once.
 
     Raises:
         SpecError: not numbers above 0, or fewer than `least`.
@@ -446,11 +449,11 @@ def levels(text: str, least: int = 1) -> tuple[float, ...]:
     try:
         found = sorted({float(part) for part in text.split(",")})
     except ValueError:
-        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
+        raise SpecError(f"{option} must be numbers with commas between them, got {text!r}") from None
     if not all(0 < level < math.inf for level in found):
-        raise SpecError(f"--epsilons must be above 0 and finite, got {text!r}")
+        raise SpecError(f"{option} must be above 0 and finite, got {text!r}")
     if len(found) < least:
-        raise SpecError(f"--epsilons must be at least {least} different levels, got {len(found)}: {text!r}")
+        raise SpecError(f"{option} must be at least {least} different levels, got {len(found)}: {text!r}")
     return tuple(found)
 
 

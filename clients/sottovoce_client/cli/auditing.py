@@ -18,11 +18,6 @@ from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
     SERVED,
-    AllowImports,
-    AsJson,
-    IdentityFolder,
-    Insecure,
-    LogLevel,
     WorkedOnBy,
     address,
     app,
@@ -32,6 +27,7 @@ from sottovoce_client.cli.app import (
     real,
     results_of,
 )
+from sottovoce_client.cli.common_options import NETWORK, common
 
 if TYPE_CHECKING:
     from sottovoce.experiment import Prepared
@@ -136,7 +132,6 @@ def audit(
     alarms: Annotated[
         int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.", rich_help_panel=_TEST)
     ] = 5,
-    as_json: AsJson = False,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
@@ -283,7 +278,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     return code
 
 
-@app.command(rich_help_panel="Privacy")
+@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports"))
 def gallery(
     capture: Annotated[
         Path | None,
@@ -294,9 +289,7 @@ def gallery(
     ] = "100000,10000,1000,100,1",
     runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
-    allow_imports: AllowImports = False,
     out: Annotated[Path | None, results_of("gallery")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 
@@ -311,12 +304,12 @@ def gallery(
     if capture is None:
         code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
+        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=common().allow_imports)
     terminal.tell_file(folder / "gallery.json")
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel="Privacy")
+@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def watch(
     capture: Annotated[
         str | None,
@@ -357,11 +350,6 @@ def watch(
     metrics: Annotated[
         str | None, address(listen=True, metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
 
@@ -370,13 +358,12 @@ def watch(
     """
     from sottovoce_client.lab.watching.watch import WatchRequest, where
     from sottovoce_client.lab.watching.watch import watch as follow
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.logs import configure_logs
 
-    configure_logs(log_level)
+    configure_logs(common().log_level or "info")
     logs = tuple(log or ())
     question = WatchRequest(
-        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, allow_imports
+        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, common().allow_imports
     )
-    source = where(capture, eavesdropper, run, Credentials(identity, insecure), once=once)
+    source = where(capture, eavesdropper, run, common().credentials, once=once)
     raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))

@@ -10,15 +10,11 @@ import typer
 
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
-    AllowImports,
-    AsJson,
-    IdentityFolder,
-    Insecure,
-    LogLevel,
     address,
     feed_app,
     real,
 )
+from sottovoce_client.cli.common_options import NETWORK, common
 from sottovoce_client.cli.feeding import (
     DeadLetters,
     IgnoreUnknown,
@@ -87,7 +83,7 @@ BrokerPatience = Annotated[
 ]
 
 
-@feed_app.command("nats")
+@feed_app.command("nats", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def nats(
     stream: Annotated[str, typer.Argument(help="Of JetStream, with retention by limits.", show_default=False)],
     learner: Learner,
@@ -113,11 +109,6 @@ def nats(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed a stream of NATS JetStream, each record once (extra `feed`). Without a user a password is a token."""
     from sottovoce_client.feeding.nats import open_nats
@@ -134,13 +125,13 @@ def nats(
             creds=creds,
             patience_s=broker_patience,
         ),
-        target_of(learner, source, name, identity, insecure, patience, allow_imports),
+        target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports),
         terms_of(map_, ignore_unknown, dead_letters),
-        log_level,
+        common().log_level or "info",
     )
 
 
-@feed_app.command("redis")
+@feed_app.command("redis", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def redis(
     streams: Annotated[
         list[str], typer.Argument(metavar="STREAM...", help="Keys, each a source by its name.", show_default=False)
@@ -167,11 +158,6 @@ def redis(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed streams of Redis, each record once (extra `feed`)."""
     from sottovoce_client.feeding.redis import open_redis
@@ -188,13 +174,13 @@ def redis(
             access=access,
             patience_s=broker_patience,
         ),
-        target_of(learner, source, name, identity, insecure, patience, allow_imports),
+        target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports),
         terms_of(map_, ignore_unknown, dead_letters),
-        log_level,
+        common().log_level or "info",
     )
 
 
-@feed_app.command("mqtt")
+@feed_app.command("mqtt", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def mqtt(
     topics: Annotated[
         list[str], typer.Argument(metavar="TOPIC...", help="Perhaps with wildcards.", show_default=False)
@@ -238,11 +224,6 @@ def mqtt(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed topics of MQTT 5, with QoS 1 (extra `feed`)."""
     from sottovoce_client.feeding.mqtt import open_mqtt
@@ -260,13 +241,13 @@ def mqtt(
             access=access,
             patience_s=broker_patience,
         ),
-        target_of(learner, source, name, identity, insecure, patience, allow_imports),
+        target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports),
         terms_of(map_, ignore_unknown, dead_letters, position),
-        log_level,
+        common().log_level or "info",
     )
 
 
-@feed_app.command("kafka")
+@feed_app.command("kafka", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def kafka(
     topics: Annotated[
         list[str], typer.Argument(metavar="TOPIC...", help="Each partition is a source.", show_default=False)
@@ -291,11 +272,6 @@ def kafka(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed topics of brokers that speak Kafka's protocol, each record once (extra `feed`)."""
     from sottovoce_client.feeding.kafka import open_kafka
@@ -311,9 +287,9 @@ def kafka(
             access=access,
             patience_s=broker_patience,
         ),
-        target_of(learner, source, name, identity, insecure, patience, allow_imports),
+        target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports),
         terms_of(map_, ignore_unknown, dead_letters),
-        log_level,
+        common().log_level or "info",
     )
 
 

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import IdentityFolder, Insecure, LogLevel, address, app
+from sottovoce_client.cli.app import address, app
+from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, NETWORK, common
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=("coordinator", "log_level", *NETWORK))
 def console(
     folder: Annotated[
         Path | None,
@@ -20,14 +21,6 @@ def console(
             metavar="FOLDER",
             help="Results to open: of `sottovoce up` or `demo`, whose services are found there, or a folder of many.",
             show_default=False,
-        ),
-    ] = None,
-    coordinator: Annotated[
-        str | None,
-        address(
-            envvar="SOTTOVOCE_COORDINATOR",
-            help="Address of the coordinator.",
-            show_default="the one in FOLDER, else 127.0.0.1:7400",
         ),
     ] = None,
     eavesdropper: Annotated[
@@ -47,9 +40,6 @@ def console(
             metavar="FILE", help="Keep the token here, so that pages outlive the console.", show_default="a new one"
         ),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    log_level: LogLevel = "warning",
 ) -> None:
     """Show runs in the browser: the graph and its traffic, budgets, streams, the watch, reports. Changes nothing.
 
@@ -61,8 +51,7 @@ def console(
 
     if folder is not None and not folder.is_dir():
         raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
-    if folder is None and coordinator is None:
-        coordinator = "127.0.0.1:7400"
-    configure_logs(log_level)
-    asked = Asked(folder, Places(coordinator or "", eavesdropper or "", identity), watch or "", insecure)
+    coordinator = common().coordinator or ("" if folder else DEFAULT_COORDINATOR)
+    configure_logs(common().log_level or "warning")
+    asked = Asked(folder, Places(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
     asyncio.run(serve_console(asked, listen, token_file))

@@ -9,11 +9,11 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import AsJson, address, data_app
+from sottovoce_client.cli.app import address, data_app
 
 
 @data_app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_() -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
     from sottovoce.data.folders import data_folders
     from sottovoce_client import terminal
@@ -53,7 +53,6 @@ def fetch(
             show_default=False,
         ),
     ] = "",
-    as_json: AsJson = False,
 ) -> None:
     """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -96,7 +95,7 @@ def describe(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="A name, or a .npz, .csv or .parquet file of your own.",
+            help="A name; a .npz, .csv or .parquet file of your own; or a schema, a .yaml file.",
             show_default=False,
             autocompletion=completing.data_sets,
         ),
@@ -104,12 +103,32 @@ def describe(
     label: Annotated[
         str | None, typer.Option(help="Label column of a file.", show_default="label, else y, else the last one")
     ] = None,
-    as_json: AsJson = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Count how many records of the file fit this schema.", show_default="none"),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="With a schema: a run spec whose loss its label must suit.", show_default="none"),
+    ] = None,
 ) -> None:
     """Show what a data set holds: records, features and their ranges, classes, source, licence, and a spec that uses it.
 
-    Of a file of your own these are figures of its records: nothing protects them.
+    Of a schema, show what its fields may be; with --schema, how many records fit it, and why the others do not: exits with 1 if
+    any does not. These are figures of the records of your file: nothing protects them.
     """
+    own = schema or (Path(source) if source.endswith((".yaml", ".yml")) else None)
+    if own is not None:
+        from sottovoce.spec import load_schema, load_spec
+        from sottovoce_client import schemas
+
+        if label is not None:
+            raise SpecError("a schema names its label: --label goes without one")
+        records = None if own == Path(source) else Path(source)
+        fits = schemas.check(load_schema(own), records, None if spec is None else load_spec(spec))
+        raise typer.Exit(0 if fits else 1)
+    if spec is not None:
+        raise SpecError("--spec is held against a schema: give --schema, too")
     from sottovoce.data.folders import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.data.describe import describe as show

@@ -11,7 +11,6 @@ from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
-    AsJson,
     Cautious,
     Export,
     SpecFile,
@@ -42,7 +41,6 @@ def sweep(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("sweep")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
@@ -128,7 +126,6 @@ def plot(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Draw what simulate, sweep or compare wrote: one figure for every metric, a line for every file.
 

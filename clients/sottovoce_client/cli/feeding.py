@@ -11,16 +11,12 @@ import typer
 
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
-    AllowImports,
-    AsJson,
-    IdentityFolder,
-    Insecure,
     Listen,
-    LogLevel,
     address,
     feed_app,
     real,
 )
+from sottovoce_client.cli.common_options import NETWORK, common
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.pump import Target, Terms
@@ -96,7 +92,7 @@ Files = Annotated[
 ]
 
 
-@feed_app.command("csv")
+@feed_app.command("csv", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def csv(
     files: Files,
     learner: Learner,
@@ -108,26 +104,21 @@ def csv(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed CSV files with a header, each record once."""
     from sottovoce_client.feeding.files import csv_files, require_files
 
     require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
+    target = target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports)
     feed_from(
         nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
         target,
         terms_of(map_, ignore_unknown, dead_letters),
-        log_level,
+        _log_level(),
     )
 
 
-@feed_app.command("jsonl")
+@feed_app.command("jsonl", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def jsonl(
     files: Files,
     learner: Learner,
@@ -138,23 +129,21 @@ def jsonl(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed files with a JSON object on each line, each record once."""
     from sottovoce_client.feeding.files import jsonl_files, require_files
 
     require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
+    target = target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports)
     feed_from(
-        nullcontext(jsonl_files(files, follow=follow)), target, terms_of(map_, ignore_unknown, dead_letters), log_level
+        nullcontext(jsonl_files(files, follow=follow)),
+        target,
+        terms_of(map_, ignore_unknown, dead_letters),
+        _log_level(),
     )
 
 
-@feed_app.command("parquet")
+@feed_app.command("parquet", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def parquet(
     files: Files,
     learner: Learner,
@@ -164,22 +153,18 @@ def parquet(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed Parquet files, each record once (extra `audit`)."""
     from sottovoce_client.feeding.files import require_files
     from sottovoce_client.feeding.parquet import parquet_files
 
     require_files(files, dead_letters)
-    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    feed_from(nullcontext(parquet_files(files)), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
+    target = target_of(learner, source, name, common().identity, common().insecure, patience, common().allow_imports)
+    terms = terms_of(map_, ignore_unknown, dead_letters)
+    feed_from(nullcontext(parquet_files(files)), target, terms, _log_level())
 
 
-@feed_app.command("stdin")
+@feed_app.command("stdin", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def stdin(
     learner: Learner,
     form: Annotated[Literal["jsonl", "csv"], typer.Option("--form", help="How records are written.")] = "jsonl",
@@ -191,22 +176,22 @@ def stdin(
     dead_letters: DeadLetters = None,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed what comes on standard input, until it ends."""
     from sottovoce_client.feeding.forms import Csv, JsonLines
     from sottovoce_client.feeding.standard_input import StandardInput
 
-    target = target_of(learner, "", name, identity, insecure, patience, allow_imports)
+    target = target_of(learner, "", name, common().identity, common().insecure, patience, common().allow_imports)
     part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
-    feed_from(nullcontext([part]), target, terms_of(map_, ignore_unknown, dead_letters, position), log_level)
+    feed_from(
+        nullcontext([part]),
+        target,
+        terms_of(map_, ignore_unknown, dead_letters, position),
+        _log_level(),
+    )
 
 
-@feed_app.command("http")
+@feed_app.command("http", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def http(
     learner: Learner,
     listen: Listen = "127.0.0.1:7490",
@@ -229,19 +214,6 @@ def http(
     ignore_unknown: IgnoreUnknown = False,
     patience: Patience = 60.0,
     name: Name = "",
-    identity: IdentityFolder = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            envvar="SOTTOVOCE_INSECURE",
-            help="Listen on other addresses without a token and TLS, too; and without an identity, speak to a learner on another "
-            "machine in the clear.",
-        ),
-    ] = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Feed what clients POST to /records, as JSON (extra `feed`). They are answered when the learner has it in keeping."""
     from sottovoce.data.files import import_extra
@@ -253,8 +225,16 @@ def http(
     from sottovoce_client.feeding.endpoint import Listening, serve
     from sottovoce_rpc.server import announce
 
-    listening = Listening(listen, token_file, tls_cert, tls_key, insecure, most_bytes)
-    target = target_of(learner, source, name, identity, insecure and identity is None, patience, allow_imports)
+    listening = Listening(listen, token_file, tls_cert, tls_key, common().insecure, most_bytes)
+    target = target_of(
+        learner,
+        source,
+        name,
+        common().identity,
+        common().insecure and common().identity is None,
+        patience,
+        common().allow_imports,
+    )
     console = terminal.console()
 
     def tell(address: str) -> None:
@@ -264,7 +244,11 @@ def http(
             announce("feeder", address=address)
 
     work = serve(target, terms_of(map_, ignore_unknown, None, position), listening, when_full, tell)
-    raise typer.Exit(conduct(work, log_level))
+    raise typer.Exit(conduct(work, _log_level()))
+
+
+def _log_level() -> str:
+    return common().log_level or "info"
 
 
 def target_of(

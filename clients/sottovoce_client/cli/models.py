@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import MOST, AllowImports, AsJson, IdentityFolder, Insecure, app, models_app
-
-if TYPE_CHECKING:
-    from sottovoce_client.live.sending import At
+from sottovoce_client.cli.app import MOST, app, models_app
+from sottovoce_client.cli.common_options import NETWORK, common
 
 LearnerName = Annotated[
     str, typer.Option("--learner", help="Of the learner, which it must have.", show_default="whoever is there")
@@ -26,7 +24,7 @@ OwnSpec = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(rich_help_panel="Runs", uses=("as_json", "allow_imports", *NETWORK))
 def predict(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of your learner, HOST:PORT.", show_default=False)],
     file: Annotated[
@@ -42,10 +40,6 @@ def predict(
     out: Annotated[
         Path | None, typer.Option("--out", help="A .csv or .parquet file to write.", show_default="standard output")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
 ) -> None:
     """What your learner's model says of the records of a file.
 
@@ -55,6 +49,7 @@ def predict(
     """
     from sottovoce.spec import load_spec
     from sottovoce_client.documents import require_new
+    from sottovoce_client.live.sending import At
     from sottovoce_client.models import inputs, predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
@@ -63,11 +58,11 @@ def predict(
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
-    at = _at(address, learner, identity, insecure)
-    found = asyncio.run(predicting.predict(at, file, own, imports=allow_imports))
+    at = At(address, learner, common().credentials)
+    found = asyncio.run(predicting.predict(at, file, own, imports=common().allow_imports))
     if out is not None:
         predicting.write(found.table, out)
-    if as_json:
+    if common().as_json:
         print_json(
             {
                 "run": found.run_id,
@@ -88,7 +83,7 @@ def predict(
     print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
 
 
-@models_app.command("export")
+@models_app.command("export", uses=("as_json", "allow_imports", *NETWORK))
 def export(
     source: Annotated[
         str,
@@ -108,10 +103,6 @@ def export(
             "--unprotected", help="Write it, too, where no epsilon covers it: whoever has it may learn of records."
         ),
     ] = False,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write a learner's linear model to a file, with its columns, scaling, classes, and what handing it out costs.
 
@@ -123,6 +114,7 @@ def export(
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.documents import require_new
+    from sottovoce_client.live.sending import At
     from sottovoce_client.models import exporting
 
     exporting.require_writable(out)
@@ -133,21 +125,14 @@ def export(
         if ":" not in source:
             raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
         own = None if spec is None else load_spec(spec)
-        at = _at(source, learner, identity, insecure)
-        model = asyncio.run(exporting.of_learner(at, own, imports=allow_imports))
+        at = At(source, learner, common().credentials)
+        model = asyncio.run(exporting.of_learner(at, own, imports=common().allow_imports))
     exporting.require_covered(model, unprotected)
     exporting.write(model, out)
-    if as_json:
+    if common().as_json:
         terminal.print_json({"out": out, **model.about})
         return
     table = terminal.facts()
     for name, text in {**exporting.facts(model), "written": str(out)}.items():
         table.add_row(name, text)
     terminal.console().print(table)
-
-
-def _at(address: str, learner: str, identity: Path | None, insecure: bool) -> At:
-    from sottovoce_client.live.sending import At
-    from sottovoce_rpc.credentials import Credentials
-
-    return At(address, learner, Credentials(identity, insecure))

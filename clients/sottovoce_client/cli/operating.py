@@ -8,75 +8,51 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import HERE, AsJson, Coordinator, IdentityFolder, Insecure, address, app, runs_app
+from sottovoce_client.cli.app import address, app, runs_app
+from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, OPERATOR, common
 
 RunId = Annotated[
-    str, typer.Argument(metavar="RUN", help="As `runs list` shows it, or its beginning.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="As `runs show` lists it, or its beginning.", show_default=False)
 ]
 
 
-@runs_app.command("list")
-def list_runs(
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
+@runs_app.command("show", uses=OPERATOR)
+def show_runs(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Show this run: its id, or its beginning.", show_default="all runs"),
+    ] = "",
 ) -> None:
-    """The runs that the coordinator remembers, the newest first: several may be under way, each on learners of its own."""
+    """List the runs that the coordinator remembers, the newest first; or show one: its learners, rounds, epsilon, who is away."""
     from sottovoce_client.running import known
     from sottovoce_client.terminal import print_json
-    from sottovoce_rpc.credentials import Credentials
 
-    if as_json:
-        print_json(asyncio.run(known.run_documents(coordinator, credentials=Credentials(identity, insecure))))
+    coordinator, credentials = common().coordinator_or_local, common().credentials
+    if common().as_json:
+        found = asyncio.run(known.run_documents(coordinator, run, credentials))
+        print_json(found[0] if run else found)
+    elif run:
+        asyncio.run(known.show_run(coordinator, run, credentials=credentials))
     else:
-        asyncio.run(known.list_runs(coordinator, credentials=Credentials(identity, insecure)))
+        asyncio.run(known.list_runs(coordinator, credentials=credentials))
 
 
-@runs_app.command("show")
-def show_run(
-    run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-) -> None:
-    """One run, and how its learners stand: rounds, epsilon, who is away."""
-    from sottovoce_client.running import known
-    from sottovoce_client.terminal import print_json
-    from sottovoce_rpc.credentials import Credentials
-
-    if as_json:
-        print_json(asyncio.run(known.run_documents(coordinator, run, Credentials(identity, insecure)))[0])
-    else:
-        asyncio.run(known.show_run(coordinator, run, credentials=Credentials(identity, insecure)))
-
-
-@runs_app.command("stop")
+@runs_app.command("stop", uses=OPERATOR)
 def stop_run(
     run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on.
 
     Refused where it is over: it says how.
     """
     from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.stop_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    asyncio.run(known.stop_run(common().coordinator_or_local, run, credentials=common().credentials))
 
 
-@runs_app.command("resume")
+@runs_app.command("resume", uses=OPERATOR)
 def resume_run(
     run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Take up a run that failed: its learners go on where their logs end.
 
@@ -85,22 +61,17 @@ def resume_run(
     the run up and brings them.
     """
     from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.resume_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    asyncio.run(known.resume_run(common().coordinator_or_local, run, credentials=common().credentials))
 
 
 Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
 
 
-@runs_app.command("leave")
+@runs_app.command("leave", uses=OPERATOR)
 def leave_run(
     run: RunId,
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a run under way go on without a learner.
 
@@ -109,28 +80,22 @@ def leave_run(
     connected, or the algorithm's guarantee needs all learners.
     """
     from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.leave_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
+    asyncio.run(known.leave_run(common().coordinator_or_local, run, learner, credentials=common().credentials))
 
 
-@runs_app.command("join")
+@runs_app.command("join", uses=OPERATOR)
 def join_run(
     run: RunId,
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
     from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.join_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
+    asyncio.run(known.join_run(common().coordinator_or_local, run, learner, credentials=common().credentials))
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def status(
     folder: Annotated[
         Path | None,
@@ -149,14 +114,6 @@ def status(
             show_default="the newest, if possible under way",
         ),
     ] = "",
-    coordinator: Annotated[
-        str | None,
-        address(
-            envvar="SOTTOVOCE_COORDINATOR",
-            help="Address of the coordinator.",
-            show_default="the one in FOLDER; 127.0.0.1:7400 where nobody else is asked",
-        ),
-    ] = None,
     learner: Annotated[
         list[str] | None,
         address(help="Address of a learner of yours; repeat for several.", show_default="none"),
@@ -169,9 +126,6 @@ def status(
             show_default="the one in FOLDER",
         ),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """One look at what goes on: the run, its rounds and pace, who is away, behind or has stopped, epsilon spent, faults.
 
@@ -185,41 +139,36 @@ def status(
     from sottovoce_client.web.services import Asked, Places
     from sottovoce_rpc.credentials import Credentials
 
+    coordinator = common().coordinator
     if folder is None and not (coordinator or learner or eavesdropper):
-        coordinator = HERE
-    places = Places(coordinator or "", eavesdropper or "", identity)
+        coordinator = DEFAULT_COORDINATOR
+    places = Places(coordinator or "", eavesdropper or "", common().identity)
     if folder is not None:
         places = Asked(folder, places).now()
-    who = Credentials(places.identity, insecure)
+    who = Credentials(places.identity, common().insecure)
     found = asyncio.run(looking.look(looking.Asked(places, tuple(learner or ()), run, who)))
-    if as_json:
+    if common().as_json:
         print_json(looking.document(found))
     else:
         looking.show(found)
     raise typer.Exit(1 if found.faults else 0)
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def rebind(
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
     What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
     """
     from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.rebind(coordinator, learner, credentials=Credentials(identity, insecure)))
+    asyncio.run(known.rebind(common().coordinator_or_local, learner, credentials=common().credentials))
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def doctor(
-    coordinator: Annotated[str | None, address(help="Address of a coordinator.", show_default="none")] = None,
     eavesdropper: Annotated[str | None, address(help="Address of an eavesdropper.", show_default="none")] = None,
     learner: Annotated[
         list[str] | None, address(help="Address of a learner; repeat for several.", show_default="none")
@@ -231,9 +180,6 @@ def doctor(
     state: Annotated[
         list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Say what of a deployment is not as it must be, seen from here, and what to do: identity, services, clocks, folders.
 
@@ -241,12 +187,15 @@ def doctor(
     """
     from sottovoce_client import terminal
     from sottovoce_client.doctor import Patient, examine, show
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.principals import Role
 
-    given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
+    given = (
+        (Role.COORDINATOR, [common().coordinator]),
+        (Role.EAVESDROPPER, [eavesdropper]),
+        (Role.LEARNER, learner or []),
+    )
     services = [(role, address) for role, addresses in given for address in addresses if address]
-    findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [], metrics or [])))
+    findings = asyncio.run(examine(Patient(common().credentials, services, state or [], metrics or [])))
     code = show(findings, terminal.console())
     terminal.tell(lambda: {"well": not code, "findings": findings})
     raise typer.Exit(code)

@@ -12,16 +12,11 @@ import typer
 from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    HERE,
     MOST,
     SERVED,
-    AsJson,
     Canaries,
     Cautious,
-    Coordinator,
     Export,
-    IdentityFolder,
-    Insecure,
     KeepLog,
     Out,
     SpecFile,
@@ -30,6 +25,7 @@ from sottovoce_client.cli.app import (
     prepared_from,
     results_of,
 )
+from sottovoce_client.cli.common_options import OPERATOR, common
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -59,7 +55,6 @@ def demo(
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
@@ -97,7 +92,6 @@ def up(
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
     keep_log: KeepLog = False,
-    as_json: AsJson = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce.spec import load_spec
@@ -110,10 +104,9 @@ def up(
     _up(load_spec(spec), out, canaries, **services)
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(rich_help_panel="Runs", uses=OPERATOR)
 def run(
     spec: SpecFile,
-    coordinator: Coordinator = HERE,
     out: Out = None,
     canaries: Canaries = 0,
     resume: Annotated[
@@ -133,24 +126,20 @@ def run(
             show_default=False,
         ),
     ] = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce.spec import load_spec
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
-    from sottovoce_rpc.credentials import Credentials
 
-    credentials = Credentials(identity, insecure)
+    credentials = common().credentials
     if resume and recover:
         raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
         load_spec(spec),
         out,
         lambda prepared, _, watch, stop: run_on(
-            coordinator,
+            common().coordinator_or_local,
             prepared.run.spec,
             prepared.data,
             watch,
@@ -193,7 +182,6 @@ def simulate(
     record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
     metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
-    as_json: AsJson = False,
 ) -> None:
     """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
 
@@ -268,7 +256,6 @@ def compare(
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     export: Export = "",
-    as_json: AsJson = False,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 

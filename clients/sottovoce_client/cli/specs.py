@@ -1,23 +1,55 @@
-"""Specs, and the version."""
+"""Run specs: checked, printed, and turned into values of the chart."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce.plain import plain
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
+from sottovoce_client.cli.app import prepared_from, spec_app
 
 
 @spec_app.command("check")
-def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
+def spec_check(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="The run spec, a YAML file.",
+            show_default="required, but with --json-schema",
+            autocompletion=completing.spec_files,
+        ),
+    ] = None,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Print the spec with all defaults filled in; its data are not read.")
+    ] = False,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of all run specs, for editors.")
+    ] = False,
+) -> None:
     """Check a spec, its algorithm's conditions and its data, without running anything.
 
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
+    if json_schema:
+        from sottovoce.spec import spec_schema
+        from sottovoce_client import terminal
+
+        if spec is not None or print_:
+            raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
+        typer.echo(spec_schema())
+        terminal.tell(lambda: json.loads(spec_schema()))
+        return
+    if spec is None:
+        raise SpecError("spec check needs a SPEC, or --json-schema")
+    if print_:
+        _print(spec)
+        return
     from sottovoce.data.folders import data_folders
     from sottovoce.running.policy import default_policy_caution
     from sottovoce.spec import load_spec
@@ -68,23 +100,13 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     )
 
 
-@spec_app.command("show")
-def spec_show(spec: SpecFile, as_json: AsJson = False) -> None:
-    """Print a spec with all defaults filled in."""
+def _print(spec: Path) -> None:
     from sottovoce.spec import dump_spec, load_spec
     from sottovoce_client import terminal
 
     asked = load_spec(spec)
     typer.echo(dump_spec(asked), nl=False)
     terminal.tell(lambda: asked.model_dump(mode="json"))
-
-
-@spec_app.command("schema")
-def spec_schema_() -> None:
-    """Print the JSON schema of a run spec, for editors."""
-    from sottovoce.spec import spec_schema
-
-    typer.echo(spec_schema())
 
 
 @spec_app.command("values")
@@ -99,13 +121,12 @@ def spec_values(
         list[str] | None,
         typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
     ] = None,
-    coordinator: Annotated[
+    with_coordinator: Annotated[
         bool,
         typer.Option(
-            "--coordinator", help="This release has the coordinator, and of the learners those of --own alone."
+            "--with-coordinator", help="This release has the coordinator, and of the learners those of --own alone."
         ),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Print values for the Helm chart: learners, who opens a stream to whom, and how runs are captured.
 
@@ -116,12 +137,6 @@ def spec_values(
     from sottovoce_client import terminal
     from sottovoce_client.chart import as_yaml, chart_values
 
-    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=coordinator)
+    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
     typer.echo(as_yaml(values), nl=False)
     terminal.tell(lambda: values)
-
-
-@app.command(rich_help_panel="Specs")
-def version() -> None:
-    """Print the version alone, for programs; `sottovoce --version` says which formats it writes, too."""
-    typer.echo(installed_version())

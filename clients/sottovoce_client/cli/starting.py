@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce.plain import plain
-from sottovoce_client.cli.app import MOST, AsJson, app, real
+from sottovoce_client.cli.app import MOST, app, real
+from sottovoce_client.cli.common_options import common
 
 
 @app.command(rich_help_panel="Runs")
@@ -33,7 +35,7 @@ def init(
     ] = None,
     schema: Annotated[
         Path | None,
-        typer.Option(help="A schema of the fields (sottovoce schema infer), where some are text or missing."),
+        typer.Option(help="A schema of the fields (see --schema-only), where some are text or missing."),
     ] = None,
     learners: Annotated[
         str | None,
@@ -56,10 +58,18 @@ def init(
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
     name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
+    schema_only: Annotated[
+        bool,
+        typer.Option(
+            "--schema-only",
+            help="Draft a schema of the fields instead, from public records: bounds and categories are read off them, and all "
+            "will see them. Never draft from records that are to be protected.",
+        ),
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="File to write the spec to.", show_default="NAME.yaml, here")
+        Path | None,
+        typer.Option("--out", help="File to write to.", show_default="FILE.yaml, here; of a schema: standard output"),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write a commented spec for records of your own, with the noise that keeps your privacy wish.
 
@@ -68,13 +78,27 @@ def init(
 
     Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
     """
-    from sottovoce.plain import plain
+    if schema_only:
+        from sottovoce_client import schemas
+
+        spec_options: dict[str, object] = {
+            "--task": task,
+            "--positive": positive,
+            "--label-bound": label_bound,
+            "--schema": schema,
+        }
+        spec_options |= {"--learners": learners, "--partition": partition, "--scale": scale, "--epsilon": epsilon}
+        spec_options |= {"--delta": delta, "--rounds": rounds, "--name": name}
+        if given := [option for option, value in spec_options.items() if value is not None]:
+            raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
+        schemas.infer(file, label, out)
+        return
     from sottovoce_client.documents import new_file, require_new
     from sottovoce_client.starting import Wishes, begin, next_commands
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
 
-    asks = sys.stdin.isatty() and not as_json
+    asks = sys.stdin.isatty() and not common().as_json
     wishes = Wishes(
         file,
         label=label,
@@ -100,7 +124,7 @@ def init(
     with new_file(path) as written:
         written.write(begun.text.encode())
     spec = begun.spec
-    if as_json:
+    if common().as_json:
         print_json(
             {
                 "spec": path,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import MOST, AsJson, transcript_app
+from sottovoce_client.cli.app import MOST, transcript_app
 
 Overheard = Annotated[
     str,
@@ -27,7 +27,6 @@ def transcript_show(
         str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
     ] = "0",
     first: Annotated[int, typer.Option(min=0, max=MOST, help="How many of them.")] = 3,
-    as_json: AsJson = False,
 ) -> None:
     """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
     from sottovoce_client.transcripts.show import show
@@ -43,7 +42,6 @@ def transcript_query(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.parquet", help="Write all rows to this file.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Ask in SQL. Tables: messages (the raw records) and said (run, world, replica, round, sender, field, value).
 
@@ -63,7 +61,6 @@ def transcript_verify(
             "--ca", metavar="FILE", help="Authorities that are believed: ca.crt of any identity.", show_default=False
         ),
     ],
-    as_json: AsJson = False,
 ) -> None:
     """What of a capture its learners have signed, and whether one has said two things.
 
