@@ -232,27 +232,27 @@ def test_calibrate_takes_an_algorithm_by_its_name_alone(records: Path) -> None:
     assert yaml.safe_load(result.stdout)["algorithm"].keys() == {"name", "sigma"}
 
 
-def test_calibrate_writes_to_standard_output(records: Path) -> None:
+def test_a_target_writes_to_standard_output(records: Path) -> None:
     result = CliRunner().invoke(app, ["budget", str(written(records)), "--target", "3", "--per", "record"])
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["algorithm"]["sigma"] != 2.0
     assert "a: epsilon 2.99" in result.stderr
 
 
-def test_options_of_calibrate(records: Path) -> None:
+def test_targets(records: Path) -> None:
     spec = load_spec(written(records))
-    assert target_of(spec, 2.0, ["c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
-    assert target_of(spec, None, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
-    for epsilon, single, horizon, reason in (
-        (None, ["a=1"], None, "every learner needs a target, got none for b, c; give --epsilon"),
-        (1.0, ["a"], None, "--learner must be NAME=EPSILON, got a"),
-        (1.0, ["d=1"], None, "--learner must be one of a, b, c, got d"),
-        (1.0, ["a=much"], None, "must be a number, got 'much'"),
-        (1.0, [], "1.5", "--horizon must be a whole number of rounds, or inf, got 1.5"),
-        (1.0, [], "soon", "--horizon must be a number, got 'soon'"),
+    assert target_of(spec, ["2", "c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
+    assert target_of(spec, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
+    for wanted, horizon, reason in (
+        (["a=1"], None, "every learner needs a target, got none for b, c; give --target E"),
+        (["1", "2"], None, "--target must be one epsilon for every learner, and NAME=E for others, got 1, 2"),
+        (["1", "d=1"], None, "--target must be one of a, b, c, got d"),
+        (["1", "a=much"], None, "must be a number, got 'much'"),
+        (["1"], "1.5", "--horizon must be a whole number of rounds, or inf, got 1.5"),
+        (["1"], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            target_of(spec, epsilon, single, horizon_of(horizon), "event")
+            target_of(spec, wanted, horizon_of(horizon), "event")
 
 
 # ---- budget --tradeoff -----------------------------------------------------------------------------------------------
@@ -383,6 +383,11 @@ def test_what_goes_wrong_is_an_error_of_the_spec(records: Path, tmp_path: Path) 
     """Which the command's `main` says in a line, with exit code 2."""
     source, out = str(written(records)), ["--out", str(tmp_path / "out")]
     for arguments, reason in (
+        (["budget", source, "--target", "1", "--tradeoff", "1,2,3"], "give one of the two"),
+        (["budget", source, "--target", "1", "--uses"], "--uses does not go with --target"),
+        (["budget", source, "--tradeoff", "1,2,3", "--rounds", "9"], "--rounds does not go with --tradeoff"),
+        (["budget", source, "--horizon", "inf"], "--horizon goes with --target"),
+        (["budget", source, "--replicas", "3"], "--replicas goes with --tradeoff"),
         (["budget", source, "--learner", "d", *out], "--learner must be one of a, b, c, got d"),
         (["budget", source, "--delta", "0", *out], "delta must be above 0 and below 1, got 0.0"),
         (["budget", source, "--target", "b=1", *out], "every learner needs a target"),

@@ -282,7 +282,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
                 ["spec", "check", written(tmp_path, "d.yaml", algorithm={"name": "sgd"})],
                 "or module:Class of your own, got 'sgd'",
             ),
-            (["simulate", tiny, *out, "--noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
+            (["simulate", tiny, *out, "--recorded-noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
             (
                 ["run", tiny, "--coordinator", nobody, "--out", str(tmp_path / "run")],
                 "cannot reach the coordinator at 127.0.0.1:1",
@@ -323,7 +323,7 @@ def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
     np.testing.assert_allclose(said, decided[:-1] + noise, rtol=0, atol=1e-9)
     assert load_spec(tmp_path / "one" / "spec.yaml") == load_spec(Path(spec))
 
-    recorded = ["--replicas", "2", "--write", "transcript", "--noise", str(tmp_path / "one" / "noise.parquet")]
+    recorded = ["--replicas", "2", "--write", "transcript", "--recorded-noise", str(tmp_path / "one" / "noise.parquet")]
     assert ran("simulate", spec, "--out", str(tmp_path / "two"), *recorded)[0] == 0
     again = read_transcript(tmp_path / "two" / "transcript.parquet").fields["y"]
     np.testing.assert_allclose(again, said, rtol=1e-12, atol=1e-12)

@@ -368,7 +368,7 @@ def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "SPEC"], "simulating: 6 of 6 rounds"),
         (["compare", "SPEC", "--replicas", "2"], "spec 1 of 1, SPEC: 6 of 6 rounds"),
         (
-            ["sweep", "SPEC", "--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
+            ["sweep", "SPEC", "--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1"],
             "simulating: 24 of 24 rounds",
         ),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "simulating and examining: 60 of 60 runs"),

@@ -81,7 +81,7 @@ def told(*words: str, code: int = 0) -> Any:
 RESULTS: dict[str, tuple[str, set[str]]] = {
     "simulate small.yaml --out o --write models,noise": ("left_out", {"folder", "files", "learners", "metrics"}),
     "compare small.yaml --out o --replicas 2": ("results", {"folder", "failures"}),
-    "sweep small.yaml --out o --set algorithm.sigma=1,2 --seeds 2 --jobs 1": ("rows", {"folder"}),
+    "sweep small.yaml --out o --set algorithm.sigma=1,2 --replicas 2 --jobs 1": ("rows", {"folder"}),
     "budget small.yaml --out o": ("learners", {"folder"}),
     "budget small.yaml --target 5": ("learners", {"out", "spec"}),
     "budget small.yaml --tradeoff 5,10,20 --replicas 2 --out o": ("folder", set()),
@@ -192,7 +192,7 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     verified = told("transcript", "verify", "o", "--ca", "o/ca.crt")
     assert (verified["signed"], verified["wrong"]) == (True, [])
     assert [each["rounds_signed"] for each in verified["learners"]] == [6, 6, 6]
-    assert told("audit", "--from", "o/captures", "--out", "a")["verdict"]["kind"] == "consistent"
+    assert told("audit", "--captures", "o/captures", "--out", "a")["verdict"]["kind"] == "consistent"
     watched = told("watch", "o", "--once")
     assert (watched["rounds_watched"], watched["alarms"]) == (6, [])
 

@@ -75,7 +75,7 @@ def test_from_nothing_to_an_identity(here: Path) -> None:
 
 def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -> None:
     said("init", "--domain", "ward.example")
-    said("issue", "learner/north", "--host", "north.local", "--host", "10.0.0.7")
+    said("issue", "learner/north", "--hostname", "north.local", "--hostname", "10.0.0.7")
     folder = here / "identities" / "learner-north"
     before, key = certificate_of(folder), (folder / KEY).read_bytes()
     said("issue", "identities/learner-north", "--days", "7")
@@ -138,7 +138,7 @@ def test_no_identity_outlives_its_authority(here: Path) -> None:
         (("issue", "king/north"), "a role of learner, coordinator, eavesdropper, feeder, operator"),
         (("issue", "north"), "an identity must be ROLE/NAME"),
         (("issue", "learner/../../etc"), "an identity must be ROLE/NAME"),
-        (("issue", "learner/new", "--host", "süd.example"), "a host must be a name in plain letters or an address"),
+        (("issue", "learner/new", "--hostname", "süd.example"), "a host must be a name in plain letters or an address"),
         (("issue", "learner/new@east.example"), "must be of ward.example, the trust domain of this authority"),
         (("revoke", "learner/south@east.example"), "has no certificate that is valid"),
         (("issue", "learner/south"), "there is an identity in identities/learner-south already"),

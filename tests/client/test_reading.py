@@ -285,7 +285,7 @@ def test_what_its_records_say_less_is_said_by_each_command_once(folder: Path) ->
     for command in (
         ["simulate", spec],
         ["compare", spec, spec],
-        ["sweep", spec, "--set", "algorithm.sigma=1,2", "--seeds", "1"],
+        ["sweep", spec, "--set", "algorithm.sigma=1,2", "--replicas", "1"],
     ):
         done = CliRunner().invoke(app, command)
         assert (done.exit_code, [line for line in done.stderr.splitlines() if "warning" in line]) == (0, warned)

@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm
 COMMANDS: dict[str, list[str]] = {
     "simulate": ["--write", "all"],
     "compare": ["--replicas", "2"],
-    "sweep": ["--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
+    "sweep": ["--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1"],
     "budget": [],
     "budget --tradeoff": ["--tradeoff", "5,10,20", "--replicas", "2"],
     "audit": ["--runs", "30", "--jobs", "1"],

@@ -33,9 +33,9 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/audit.md": {
         "sottovoce audit ring.yaml": Why.LONG,
-        "sottovoce audit --from audit": Why.LONG,
+        "sottovoce audit --captures audit": Why.LONG,
         "sottovoce demo": Why.TWICE,
-        "sottovoce audit --from demo": Why.TWICE,
+        "sottovoce audit --captures demo": Why.TWICE,
     },
     "docs/away.md": {"sottovoce runs": Why.GOES_ON},
     "docs/budget.md": {

@@ -345,17 +345,26 @@ def _sottovoce(
     """The options of every command."""
 
 
-data_app = Commands(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
-feed_app = Commands(
-    no_args_is_help=True,
+def _group(name: str, panel: str, **more: Any) -> Commands:
+    made = Commands(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
+    app.add_typer(made, name=name, rich_help_panel=panel)
+    return made
+
+
+data_app = _group("data", "Runs", help="Data sets that have a name: list, fetch and describe them.")
+feed_app = _group(
+    "feed",
+    "Runs",
     help="Bring live records into a learner: from files that grow, standard input, HTTP and brokers, each once.",
 )
-spec_app = Commands(no_args_is_help=True, help="Check and print run specs, and what follows from them.")
-eavesdropper_app = Commands(cls=using(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True)
-pki_app = Commands(no_args_is_help=True, help="Identities: a certificate authority of your own.")
-runs_app = Commands(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
-models_app = Commands(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
-transcript_app = Commands(no_args_is_help=True, help="Look into what was overheard, or simulated.")
+models_app = _group("models", "Runs", help="A learner's model as a file, and what handing it out costs.")
+runs_app = _group("runs", "Runs", help="Show the runs of a coordinator, stop them, take them up again.")
+transcript_app = _group("transcript", "Runs", help="Look into recorded or simulated messages.")
+eavesdropper_app = _group(
+    "eavesdropper", "Services", cls=using(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True
+)
+pki_app = _group("pki", "Services", help="Identities: a certificate authority of your own.")
+spec_app = _group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
 
 SpecFile = Annotated[
     Path,
@@ -396,7 +405,7 @@ KeepLog = Annotated[
     typer.Option(
         "--keep-log",
         envvar="SOTTOVOCE_KEEP_LOG",
-        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --log`.",
+        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --state`.",
     ),
 ]
 Metrics = Annotated[
@@ -435,7 +444,7 @@ Canaries = Annotated[
     typer.Option(
         min=0,
         max=MOST,
-        help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
+        help="Hide so many coins in the records, for watch --canary-file to guess. They replace records, so they cost accuracy.",
     ),
 ]
 

@@ -45,7 +45,7 @@ def audit(
         Path | None,
         typer.Argument(
             metavar="SPEC",
-            help="The run spec. Not needed with --from and --self-test.",
+            help="The run spec. Not needed with --captures and --self-test.",
             show_default=False,
             autocompletion=completing.spec_files,
         ),
@@ -80,7 +80,9 @@ def audit(
     ] = "simulator",
     captures: Annotated[
         str | None,
-        typer.Option("--from", metavar="CAPTURES", help="Captures of earlier runs: a folder.", rich_help_panel=_WHERE),
+        typer.Option(
+            metavar="FOLDER", help="Captures of earlier runs, in place of runs made here.", rich_help_panel=_WHERE
+        ),
     ] = None,
     backend: WorkedOnBy = "processes",
     jobs: Annotated[
@@ -173,9 +175,9 @@ def audit(
     if captures is not None:
         raise typer.Exit(_from(captures, asked, given, out))
     if given is None:
-        raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
+        raise SpecError("audit needs a SPEC, or --captures FOLDER, or --self-test")
     prepared = prepared_from(given)
-    # Captures of other runs are what `--from` would take for the audit's own.
+    # Captures of other runs are what `--captures` would take for the audit's own.
     folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
@@ -197,10 +199,12 @@ def _require_heeded(
     """
     if captures is not None and (runs is not None or on != "simulator"):
         raise SpecError(
-            "--from audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
+            "--captures audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
         )
     if backend != "processes" and (captures is not None or on != "simulator"):
-        raise SpecError(f"--backend works on simulated runs: it goes with neither --from nor --on {on}, got {backend}")
+        raise SpecError(
+            f"--backend works on simulated runs: it goes with neither --captures nor --on {on}, got {backend}"
+        )
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
@@ -282,7 +286,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
 def gallery(
     capture: Annotated[
         Path | None,
-        typer.Option("--from", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."),
+        typer.Option("--captures", metavar="FOLDER", help="Attack this capture, in place of simulated runs."),
     ] = None,
     epsilons: Annotated[
         str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
@@ -327,7 +331,8 @@ def watch(
     ] = None,
     alpha: Annotated[float, real(least=1e-12, most=0.999999, help="The chance of a false alarm.")] = 0.001,
     canaries: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run's canaries.json: guess its coins, too.")
+        Path | None,
+        typer.Option("--canary-file", metavar="FILE", help="The run's canaries.json: guess its coins, too."),
     ] = None,
     commitment: Annotated[
         str | None, typer.Option(metavar="SHA256", help="Of FILE.", show_default="commitment.json beside it")
@@ -338,10 +343,10 @@ def watch(
         Path | None,
         typer.Option(metavar="FILE", help="Noise of this deployment's runs before, kept here: none may be said again."),
     ] = None,
-    log: Annotated[
+    state: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="STATE",
+            metavar="FOLDER",
             help="State folder of learners, whose logs say what they learned; repeatable. For live records: start learners with "
             "--keep-log.",
             show_default="data.source of the spec",
@@ -354,14 +359,14 @@ def watch(
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
 
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here, or the
-    learners' logs (--log).
+    learners' state folders (--state).
     """
     from sottovoce_client.lab.watching.watch import WatchRequest, where
     from sottovoce_client.lab.watching.watch import watch as follow
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(common().log_level or "info")
-    logs = tuple(log or ())
+    logs = tuple(state or ())
     question = WatchRequest(
         alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, common().allow_imports
     )

@@ -30,7 +30,7 @@ def sweep(
             "--set", metavar="FIELD=V,V,...", help="Values of a field; repeat for every combination of several."
         ),
     ],
-    seeds: Annotated[int, typer.Option(min=1, max=MOST, help="Repetitions of each combination.")] = 20,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each combination.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
@@ -65,7 +65,7 @@ def sweep(
             Cautious(),
             experiment,
             wanted,
-            seeds,
+            replicas,
             **options,
             say=say,
         )

@@ -1,4 +1,4 @@
-"""What a coordinator knows: its runs and its learners."""
+"""A coordinator's runs and learners, and looks at services that run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import address, app, runs_app
-from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, OPERATOR, common
+from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, NETWORK, OPERATOR, common
 
 RunId = Annotated[
     str, typer.Argument(metavar="RUN", help="As `runs show` lists it, or its beginning.", show_default=False)
@@ -116,7 +117,7 @@ def status(
     ] = "",
     learner: Annotated[
         list[str] | None,
-        address(help="Address of a learner of yours; repeat for several.", show_default="none"),
+        address("--learner-address", help="Address of a learner of yours; repeat for several.", show_default="none"),
     ] = None,
     eavesdropper: Annotated[
         str | None,
@@ -132,7 +133,7 @@ def status(
     A coordinator and an eavesdropper answer operators, a learner its owner. What depends on records is there only where the run
     opted in. Exits with 1 if anything is wrong, an unreachable service included. `sottovoce console` goes on looking.
 
-    Example: sottovoce status --coordinator 127.0.0.1:7400 --learner 127.0.0.1:7401
+    Example: sottovoce status --coordinator 127.0.0.1:7400 --learner-address 127.0.0.1:7401
     """
     from sottovoce_client.running import status as looking
     from sottovoce_client.terminal import print_json
@@ -171,11 +172,16 @@ def rebind(
 def doctor(
     eavesdropper: Annotated[str | None, address(help="Address of an eavesdropper.", show_default="none")] = None,
     learner: Annotated[
-        list[str] | None, address(help="Address of a learner; repeat for several.", show_default="none")
+        list[str] | None,
+        address("--learner-address", help="Address of a learner; repeat for several.", show_default="none"),
     ] = None,
     metrics: Annotated[
         list[str] | None,
-        address(help="Where a service tells metrics (its --metrics); repeat for several.", show_default="none"),
+        address(
+            "--metrics-address",
+            help="Where a service serves metrics (its --metrics); repeat for several.",
+            show_default="none",
+        ),
     ] = None,
     state: Annotated[
         list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
@@ -199,3 +205,47 @@ def doctor(
     code = show(findings, terminal.console())
     terminal.tell(lambda: {"well": not code, "findings": findings})
     raise typer.Exit(code)
+
+
+@app.command(rich_help_panel="Services", uses=("coordinator", "log_level", *NETWORK))
+def console(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Results to open: of `sottovoce up` or `demo`, whose services are found there, or a folder of many.",
+            show_default=False,
+        ),
+    ] = None,
+    eavesdropper: Annotated[
+        str | None,
+        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"),
+    ] = None,
+    watch: Annotated[
+        str | None,
+        address(metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"),
+    ] = None,
+    listen: Annotated[
+        str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one.")
+    ] = "127.0.0.1:7480",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keep the token here, so that pages outlive the console.", show_default="a new one"
+        ),
+    ] = None,
+) -> None:
+    """Show runs in the browser: the graph and its traffic, budgets, streams, the watch, reports. Changes nothing.
+
+    Prints the address to open; nobody can look without the token in it. Needs the extra console.
+    """
+    from sottovoce_client.web.serve import serve_console
+    from sottovoce_client.web.services import Asked, Places
+    from sottovoce_rpc.logs import configure_logs
+
+    if folder is not None and not folder.is_dir():
+        raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
+    coordinator = common().coordinator or ("" if folder else DEFAULT_COORDINATOR)
+    configure_logs(common().log_level or "warning")
+    asked = Asked(folder, Places(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
+    asyncio.run(serve_console(asked, listen, token_file))

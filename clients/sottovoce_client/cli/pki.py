@@ -82,7 +82,9 @@ def issue(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name or address by which other clients than ours know it; repeatable.", show_default="none"
+            "--hostname",
+            help="A name or address by which other clients than ours know it; repeatable.",
+            show_default="none",
         ),
     ] = None,
     csr: Annotated[
@@ -113,7 +115,7 @@ def issue(
     def issue_one(each: str) -> dict[str, object]:
         if (Path(each) / "tls.crt").exists():
             if csr is not None or host:
-                raise SpecError(f"{each} is renewed for the names that it has: --csr and --host go with ROLE/NAME")
+                raise SpecError(f"{each} is renewed for the names that it has: --csr and --hostname go with ROLE/NAME")
             renewed = own.renew(Path(each), days=days)
             console.print(Text(f"{renewed.principal}: {each}, until {renewed.ends:%Y-%m-%d}"))
             return {"identity": str(renewed.principal), "folder": Path(each), "until": renewed.ends}

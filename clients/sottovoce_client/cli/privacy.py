@@ -145,7 +145,9 @@ def budget(
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
-    group: Annotated[int | None, typer.Option(min=1, max=MOST, help="Also for so many records of one learner.")] = None,
+    group: Annotated[
+        int | None, typer.Option("--group-size", min=1, max=MOST, help="Also for so many records of one learner.")
+    ] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
     rounds: Annotated[
         int | None,
@@ -254,7 +256,7 @@ def budget(
     """
     from sottovoce.spec import load_spec
 
-    shown: dict[str, object] = {"--delta": delta, "--learner": learner, "--group": group, "--uses": uses or None}
+    shown: dict[str, object] = {"--delta": delta, "--learner": learner, "--group-size": group, "--uses": uses or None}
     live: dict[str, object] = {"--rounds": rounds, "--records": records}
     fit: dict[str, object] = {"--horizon": horizon, "--per": per}
     given: dict[str, Any] = {"metric": metric, "weights": weights, "threshold": threshold, "ceiling": ceiling}

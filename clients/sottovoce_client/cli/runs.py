@@ -167,7 +167,7 @@ def simulate(
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    noise: Annotated[
+    recorded_noise: Annotated[
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
     ] = None,
     write: Annotated[
@@ -179,8 +179,6 @@ def simulate(
             "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
         ),
     ] = "metrics,models",
-    record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
 ) -> None:
     """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
@@ -197,12 +195,12 @@ def simulate(
 
     experiment, asked = load(spec), formats(export)
     require_size(experiment.run, replicas)
-    kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
+    kept = _kept(write, ["metrics"] if asked else [])
     Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))
     names = [file for files in _SIMULATED.values() for file in files]
     folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
-    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=noise)
+    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=recorded_noise)
     left = [name for name in _SIMULATED if name not in kept]
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
     files = [file for name in kept for file in _SIMULATED[name]]
@@ -219,7 +217,7 @@ def simulate(
             "rounds": ran.rounds,
             "learners": ran.names,
             "replicas": replicas,
-            "epsilon_event": experiment.epsilon() if noise is None else None,
+            "epsilon_event": experiment.epsilon() if recorded_noise is None else None,
             "metrics": {} if done.curves is None else finals(done.curves),
         }
     )

@@ -103,7 +103,7 @@ def learner(
         typer.Option(
             envvar="SOTTOVOCE_POLICY",
             help="YAML file that says in which runs it takes part, and what they may cost (`sottovoce policy`).",
-            show_default="that of `sottovoce policy show`",
+            show_default="that of `sottovoce policy`",
         ),
     ] = None,
     recorded_noise: Annotated[
@@ -265,7 +265,9 @@ def eavesdropper_audit(
     delta: Annotated[float, real(least=0.0, most=0.5, help="Delta at which epsilon is claimed, and bounded.")] = 0.0,
     noise: Annotated[
         Path | None,
-        typer.Option(help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"),
+        typer.Option(
+            "--noise-law", help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"
+        ),
     ] = None,
     confidence: Annotated[
         float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")

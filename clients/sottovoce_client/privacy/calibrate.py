@@ -114,7 +114,7 @@ def target_of(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: 
         name, equals, value = each.rpartition("=")
         if not equals:
             continue
-        learner = learner_index(spec, name)
+        learner = learner_index(spec, name, "--target")
         if learner in named:
             raise SpecError(f"--target must name each learner once, got {name} twice")
         named.add(learner)

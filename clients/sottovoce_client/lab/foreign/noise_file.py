@@ -1,4 +1,4 @@
-"""The file behind `--noise`: what is claimed of the noise in decoded fields."""
+"""The file behind `--noise-law`: what is claimed of the noise in decoded fields."""
 
 from __future__ import annotations
 
