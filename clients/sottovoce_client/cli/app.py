@@ -66,27 +66,13 @@ def _of_ctrl_c(error: BaseException | None) -> bool:
 
 
 _PREFIX = "SOTTOVOCE_"
-VARIABLES = frozenset(
-    _PREFIX + name
-    for name in (
-        *("ADVERTISE", "ADVERTISE_HOST", "ALLOW_IMPORTS", "AUTHORITY", "BUDGET", "CAPTURES", "CONFIG", "COORDINATOR"),
-        *("COORDINATOR_STATE", "DATA", "EAVESDROPPER", "FEEDER", "FEED_PASSWORD", "FEED_USER", "HOST", "IDENTITY"),
-        *("INSECURE", "JOIN_TIMEOUT", "KEEP_LOG", "LEARNER", "LISTEN", "LOG_FORMAT", "LOG_LEVEL", "METRICS"),
-        *(
-            "METRICS_PROCESS",
-            "NAME",
-            "NOISE",
-            "NOISE_SEED",
-            "OWNER",
-            "POLICY",
-            "PROFILE",
-            "SOURCE",
-            "STATE",
-            "TRACE",
-            "TRACE_EVERY",
-        ),
-    )
+_NAMES = (
+    "ADVERTISE ADVERTISE_HOST ALLOW_IMPORTS AUTHORITY BUDGET CAPTURES CONFIG COORDINATOR COORDINATOR_STATE DATA "
+    "EAVESDROPPER FEEDER FEED_PASSWORD FEED_USER HOST IDENTITY INSECURE JOIN_TIMEOUT KEEP_LOG LEARNER LISTEN "
+    "LOG_FORMAT LOG_LEVEL METRICS METRICS_PROCESS NAME NOISE NOISE_SEED OWNER POLICY PROFILE SOURCE STATE TRACE "
+    "TRACE_EVERY"
 )
+VARIABLES = frozenset(_PREFIX + name for name in _NAMES.split())
 """Environment variables that are read, by any command."""
 _SERVICE_LINK = re.compile(
     r"\w+?(_SERVICE_HOST=.+|_SERVICE_PORT(_\w+)?=\d+|_PORT(_\d+_(TCP|UDP|SCTP))?=\w+://.+"
@@ -174,7 +160,6 @@ app = _Application(
 )
 
 
-_ALL = "Options of every command, before it or after it"
 WIRE = "sottovoce_wire.v1"
 """The package of all messages and methods."""
 
@@ -206,6 +191,11 @@ def address(
         listen: whether it is to be listened on.
         check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
     """
+    return typer.Option(*flags, callback=_required_address(listen, check), **options)
+
+
+def _required_address(listen: bool = False, check: Callable[[str, str], object] | None = None) -> Any:
+    """Callback of an option that is an address."""
 
     def held(parameter: typer.CallbackParam, value: Any) -> Any:
         from sottovoce_rpc.addresses import require_address
@@ -224,7 +214,7 @@ def address(
         # What is done with None there differs between versions of typer.
         return [] if value is None and getattr(parameter, "multiple", False) else value
 
-    return typer.Option(*flags, callback=held, **options)
+    return held
 
 
 def real(*flags: str, least: float, most: float, **options: Any) -> Any:
@@ -236,6 +226,14 @@ def real(*flags: str, least: float, most: float, **options: Any) -> Any:
         return value
 
     return typer.Option(*flags, min=least, max=most, callback=held, **options)
+
+
+def _shared(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
+    """An option of every command."""
+    more["envvar"] = f"{_PREFIX}{name.upper().replace('-', '_')}" if variable else None
+    return typer.Option(
+        f"--{name}", help=help_, rich_help_panel="Options of every command, before it or after it", **more
+    )
 
 
 @app.callback()
@@ -250,96 +248,71 @@ def _sottovoce(
         ),
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the result as JSON, for programs; words go to standard error.", rich_help_panel=_ALL
-        ),
+        bool, _shared("json", "Print the result as JSON, for programs; words go to standard error.", variable=False)
     ] = False,
     coordinator: Annotated[
         str | None,
-        address(
-            "--coordinator",
-            envvar="SOTTOVOCE_COORDINATOR",
-            help="Address of the coordinator.",
+        _shared(
+            "coordinator",
+            "Address of the coordinator.",
+            callback=_required_address(),
             show_default=DEFAULT_COORDINATOR,
-            rich_help_panel=_ALL,
         ),
     ] = None,
     identity: Annotated[
         Path | None,
-        typer.Option(
-            "--identity",
-            envvar="SOTTOVOCE_IDENTITY",
-            help="Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
+        _shared(
+            "identity",
+            "Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
             "learners in one process: the folder with a folder learner-NAME for each.",
             show_default="none: this machine only",
-            rich_help_panel=_ALL,
         ),
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure",
-            envvar="SOTTOVOCE_INSECURE",
-            help="Without an identity, use unencrypted channels to other machines, too: anybody in between may do anything.",
-            rich_help_panel=_ALL,
+        _shared(
+            "insecure",
+            "Without an identity, use unencrypted channels to other machines, too: anybody in between may do anything.",
         ),
     ] = False,
     allow_imports: Annotated[
         bool,
-        typer.Option(
-            "--allow-imports",
-            envvar="SOTTOVOCE_ALLOW_IMPORTS",
-            help="Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
-            rich_help_panel=_ALL,
+        _shared(
+            "allow-imports",
+            "Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
         ),
     ] = False,
     log_level: Annotated[
-        str | None,
-        typer.Option(
-            "--log-level",
-            envvar="SOTTOVOCE_LOG_LEVEL",
-            help="debug, info, warning or error.",
-            show_default="info",
-            rich_help_panel=_ALL,
-        ),
+        str | None, _shared("log-level", "debug, info, warning or error.", show_default="info")
     ] = None,
     log_format: Annotated[
         Literal["auto", "json", "people"],
-        typer.Option(
-            "--log-format",
-            envvar="SOTTOVOCE_LOG_FORMAT",
-            help="How logs are written; auto: for people on a terminal, as JSON elsewhere.",
-            rich_help_panel=_ALL,
-        ),
+        _shared("log-format", "How logs are written; auto: for people on a terminal, as JSON elsewhere."),
     ] = "auto",
     profile: Annotated[
         str | None,
-        typer.Option(
-            "--profile",
+        _shared(
+            "profile",
+            "Take values for these options from the file sottovoce/NAME.yaml in your configuration folder.",
             metavar="NAME",
-            envvar="SOTTOVOCE_PROFILE",
             is_eager=True,
             callback=read_profile,
-            help="Take values for these options from the file sottovoce/NAME.yaml in your configuration folder.",
             show_default="none",
-            rich_help_panel=_ALL,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            envvar="SOTTOVOCE_CONFIG",
+        _shared(
+            "config",
+            "Of a service: YAML file with values for its options; the command line and the environment win.",
             is_eager=True,
             callback=read_config,
-            help="Of a service: YAML file with values for its options; the command line and the environment win.",
             show_default="none",
-            rich_help_panel=_ALL,
         ),
     ] = None,
     stop_with_stdin: Annotated[
-        bool, typer.Option("--stop-with-stdin", help="Of a service: stop when standard input ends.", hidden=True)
+        bool,
+        _shared("stop-with-stdin", "Of a service: stop when standard input ends.", variable=False, hidden=True),
     ] = False,
 ) -> None:
     """The options of every command."""

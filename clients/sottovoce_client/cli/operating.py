@@ -38,6 +38,13 @@ def show_runs(
         asyncio.run(known.list_runs(coordinator, credentials=credentials))
 
 
+def _act(action: str, *words: str) -> None:
+    """Ask the coordinator for a function of `sottovoce_client.running.known`."""
+    from sottovoce_client.running import known
+
+    asyncio.run(getattr(known, action)(common().coordinator_or_local, *words, credentials=common().credentials))
+
+
 @runs_app.command("stop", uses=OPERATOR)
 def stop_run(
     run: RunId,
@@ -46,9 +53,7 @@ def stop_run(
 
     Refused where it is over: it says how.
     """
-    from sottovoce_client.running import known
-
-    asyncio.run(known.stop_run(common().coordinator_or_local, run, credentials=common().credentials))
+    _act("stop_run", run)
 
 
 @runs_app.command("resume", uses=OPERATOR)
@@ -61,9 +66,7 @@ def resume_run(
     with, and that is said. Records that learners do not have yet must be brought again: `sottovoce run SPEC --resume RUN` takes
     the run up and brings them.
     """
-    from sottovoce_client.running import known
-
-    asyncio.run(known.resume_run(common().coordinator_or_local, run, credentials=common().credentials))
+    _act("resume_run", run)
 
 
 Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
@@ -80,9 +83,7 @@ def leave_run(
     part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
     connected, or the algorithm's guarantee needs all learners.
     """
-    from sottovoce_client.running import known
-
-    asyncio.run(known.leave_run(common().coordinator_or_local, run, learner, credentials=common().credentials))
+    _act("leave_run", run, learner)
 
 
 @runs_app.command("join", uses=OPERATOR)
@@ -91,9 +92,7 @@ def join_run(
     learner: Learner,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
-    from sottovoce_client.running import known
-
-    asyncio.run(known.join_run(common().coordinator_or_local, run, learner, credentials=common().credentials))
+    _act("join_run", run, learner)
 
 
 @app.command(rich_help_panel="Services", uses=OPERATOR)
@@ -163,9 +162,7 @@ def rebind(
 
     What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
     """
-    from sottovoce_client.running import known
-
-    asyncio.run(known.rebind(common().coordinator_or_local, learner, credentials=common().credentials))
+    _act("rebind", learner)
 
 
 @app.command(rich_help_panel="Services", uses=OPERATOR)

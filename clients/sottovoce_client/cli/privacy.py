@@ -266,9 +266,7 @@ def budget(
         raise SpecError("--target writes a spec and --tradeoff simulates at several levels: give one of the two")
     if tradeoff is not None:
         _require_absent("--tradeoff", shown | live | fit)
-        raise typer.Exit(
-            _trade(spec, levels(tradeoff, 3, "--tradeoff"), metric, weights, threshold, ceiling, replicas, seed, out)
-        )
+        raise typer.Exit(_trade(spec, levels(tradeoff, 3, "--tradeoff"), out, **trade))
     if target:
         from sottovoce_client.privacy.calibrate import calibrate_to, horizon_of, target_of
 

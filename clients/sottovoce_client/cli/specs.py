@@ -12,7 +12,7 @@ import typer
 from sottovoce.errors import SpecError
 from sottovoce.plain import plain
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import MOST, address, app, data_app, prepared_from, real, spec_app
+from sottovoce_client.cli.app import MOST, address, app, data_app, prepared_from, spec_app
 from sottovoce_client.cli.common_options import common
 
 
@@ -55,9 +55,6 @@ def init(
         ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
-    delta: Annotated[
-        float | None, real(least=0.0, most=1.0, help="The promise is pure: it holds at any delta.", show_default="0")
-    ] = None,
     rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
     name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
     schema_only: Annotated[
@@ -90,7 +87,7 @@ def init(
             "--schema": schema,
         }
         spec_options |= {"--learners": learners, "--partition": partition, "--scale": scale, "--epsilon": epsilon}
-        spec_options |= {"--delta": delta, "--rounds": rounds, "--name": name}
+        spec_options |= {"--rounds": rounds, "--name": name}
         if given := [option for option, value in spec_options.items() if value is not None]:
             raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
         schemas.infer(file, label, out)
@@ -112,7 +109,6 @@ def init(
         partition=partition,
         scale=scale,
         epsilon=epsilon,
-        delta=delta,
         rounds=rounds,
         name=name,
     )
