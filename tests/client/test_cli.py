@@ -142,7 +142,7 @@ COMMANDS = {
     "spec": "values",
     "spec check": "without running anything",
     "spec values": "for the Helm chart",
-    "init": "from public records",
+    "init": "--schema-only",
     "data describe": "how many records fit it",
 }
 

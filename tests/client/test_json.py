@@ -126,7 +126,7 @@ def test_a_bad_result_is_told_and_its_exit_code_stays(folder: Path) -> None:
     lines = (folder / "wards.csv").read_text("utf-8").splitlines()
     told("init", "wards.csv", "--schema-only", "--label", "ill", "--out", "schema.yaml")
     Path("other.csv").write_text("\n".join([*lines[:4], "old,1,yes"]) + "\n", "utf-8")
-    document = told("schema", "check", "schema.yaml", "other.csv", code=1)
+    document = told("data", "describe", "other.csv", "--schema", "schema.yaml", code=1)
     assert (document["file"]["records"], document["file"]["fit"]) == (4, 3)
     assert told("compare", "small.yaml", "none.yaml", "--out", "o", "--replicas", "2", code=1)["failures"]
 
