@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,7 @@ class _Common:
             ctx.with_resource(json_apart())
 
 
-@cache
+@lru_cache(maxsize=2)
 def _plain(root: Any) -> list[Any]:
     """Return the common options without environment and defaults: what the command line itself gives."""
     found = []
