@@ -11,6 +11,8 @@ import signal
 import sys
 from types import FrameType
 
+from sottovoce_client.command_words import command_words
+
 _UNTOUCHED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 """What asks a command to end, as Python begins with it. A shell's background job ignores Ctrl-C, what nohup starts SIGHUP."""
 
@@ -29,8 +31,9 @@ _SERVICES = ("coordinator", "learner", "eavesdropper")
 
 def _serves(words: list[str]) -> bool:
     """Whether the words of a command line start a service."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    return command in _SERVICES and "audit" not in words  # which is a command of the eavesdropper's that ends by itself
+    command = command_words(words)
+    # `eavesdropper audit` ends by itself.
+    return bool(command) and command[0] in _SERVICES and "audit" not in command
 
 
 def _leave(number: int, _: FrameType | None) -> None:

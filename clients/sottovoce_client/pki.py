@@ -196,7 +196,9 @@ class Authority:
             if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
                 before = certificate_of(folder)
                 if named(before) != principal or not self._is_revoked(before, folder):
-                    raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
+                    raise NotReady(
+                        f"there is an identity in {folder} already: renew it with `sottovoce pki issue {folder}`"
+                    )
             return self._issue(principal, folder, days, hosts, None)
         if (folder / CERTIFICATE).exists() and (known := named(certificate_of(folder))) != principal:
             raise NotReady(

@@ -63,7 +63,6 @@ class Wishes:
         partition: one of `PARTITIONS`.
         scale: one of `SCALES`.
         epsilon: per record.
-        delta: the promise may fail with this probability.
         rounds: at most so many.
         name: of the run.
     """
@@ -78,7 +77,6 @@ class Wishes:
     partition: str | None = None
     scale: str | None = None
     epsilon: float | None = None
-    delta: float | None = None
     rounds: int | None = None
     name: str | None = None
 
@@ -414,8 +412,7 @@ def _lines(
     have = count(least) if least == most else f"{count(least)} to {count(most)}"
     yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
     yield f"# One record, which is learned once, costs epsilon {number(dealt.epsilon)} at most, of {wished:g} that were wished."
-    if wishes.delta is not None:
-        yield f"# The promise is pure: it holds at delta 0, and so at delta {wishes.delta:g}, too."
+    yield "# The promise is pure: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
     for command in next_commands("THIS_FILE"):
@@ -469,7 +466,7 @@ def _lines(
     else:
         yield "# For `sottovoce predict`. Accuracy on held-out records does without: it is measured from the capture."
     off = "" if spec.telemetry.predict else "# "
-    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy show`)"
+    yield f"{off}telemetry: {{predict: true}}  # a policy allows it by `telemetry: [predict]` (`sottovoce policy`)"
 
 
 def next_commands(spec: str) -> tuple[str, ...]:

@@ -11,16 +11,15 @@ from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
-    AllowImports,
-    AsJson,
     WorkedOnBy,
     folder_for,
     levels,
     prepared_from,
     results_of,
 )
+from sottovoce_client.cli.common_options import Commands, common
 
-lab_app = typer.Typer(
+lab_app = Commands(
     no_args_is_help=True,
     help="The laboratory: test the auditor itself, and see in pictures what an eavesdropper can rebuild.",
 )
@@ -64,7 +63,6 @@ def self_test(
     jobs: _Jobs = None,
     seed: _Seed = 0,
     out: _Out = None,
-    as_json: AsJson = False,
 ) -> None:
     """Test the auditor: does it catch broken learners, and how often does it accuse correct ones?
 
@@ -100,7 +98,6 @@ def power(
     jobs: _Jobs = None,
     seed: _Seed = 0,
     out: _Out = None,
-    as_json: AsJson = False,
 ) -> None:
     """Measure with how many runs the audit finds every broken learner of the catalogue. Takes half an hour.
 
@@ -113,20 +110,20 @@ def power(
     raise typer.Exit(code)
 
 
-@lab_app.command()
+@lab_app.command(uses=("as_json", "allow_imports"))
 def gallery(
     capture: Annotated[
         Path | None,
-        typer.Option("--from", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."),
+        typer.Option(
+            "--captures", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."
+        ),
     ] = None,
     epsilons: Annotated[
         str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
     ] = "100000,10000,1000,100,1",
     runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
-    allow_imports: AllowImports = False,
     out: Annotated[Path | None, results_of("gallery")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 
@@ -141,6 +138,6 @@ def gallery(
     if capture is None:
         code = show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
+        code = gallery_of(capture, folder, seed, data_folders(), allow_imports=common().allow_imports)
     terminal.tell_file(folder / "gallery.json")
     raise typer.Exit(code)

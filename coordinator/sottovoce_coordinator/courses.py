@@ -231,7 +231,7 @@ class Courses:
             SpecError: several begin so, or no id is given.
         """
         if not run_id:
-            raise SpecError("a run's id is required, got none: `sottovoce runs list` has them")
+            raise SpecError("a run's id is required, got none: `sottovoce runs show` has them")
         named = run_named(run_id, reversed(self._runs))
         if named not in self._runs:
             known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"

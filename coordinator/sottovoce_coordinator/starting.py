@@ -349,8 +349,8 @@ def require_newest(run_id: str, run: Run, told: Sequence[Member], sent: Sequence
         raise NotReady(
             f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state "
             "folders were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are "
-            "lost, charge what was spent since (`sottovoce ledger repair FOLDER --learner NAME --charge EPSILON`; all rounds of "
-            f"this run cost {most:.6g} at most), and start a new run"
+            "lost, charge what was spent since (`sottovoce ledger --repair --state FOLDER --learner NAME --charge EPSILON`; all "
+            f"rounds of this run cost {most:.6g} at most), and start a new run"
         )
 
 

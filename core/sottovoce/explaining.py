@@ -147,7 +147,9 @@ def _line(place: Place, alike: list[Any], document: object, model: type[Section]
         case "extra_forbidden":
             known = _fields_at(place[:-1], document, model)
             there = (
-                f"the fields are {', '.join(known)}" if known else "`sottovoce spec schema` has the fields there are"
+                f"the fields are {', '.join(known)}"
+                if known
+                else "`sottovoce spec check --json-schema` has the fields there are"
             )
             return f"unknown field {where}; {there}"
         case "missing":

@@ -347,9 +347,9 @@ def _read(path: Path, what: str) -> Mapping[Any, Any]:
     except SpecError as error:
         if path.suffix.lower() not in READABLE or not path.is_file():
             raise
-        command = "init" if what == "a run spec" else "schema infer"
+        more = "" if what == "a run spec" else " --schema-only"
         raise SpecError(
-            f"{error}; this is a file of records: `sottovoce {command} {path}` writes {what} for them"
+            f"{error}; this is a file of records: `sottovoce init {path}{more}` writes {what} for them"
         ) from None
 
 

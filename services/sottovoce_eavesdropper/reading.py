@@ -154,7 +154,7 @@ class Capture:
         """
         if self.ciphertext is not None:
             raise CaptureError(
-                f"{self.name} is by wiretap: it has sizes and times of ciphertext, and no message. `sottovoce audit --from` "
+                f"{self.name} is by wiretap: it has sizes and times of ciphertext, and no message. `sottovoce audit --captures` "
                 "looks for what they give away; for the rest take `capture: relay` or `mirror`"
             )
 

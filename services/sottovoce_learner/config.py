@@ -50,7 +50,7 @@ class LearnerConfig:
         owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
         feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
         policy: in which runs it takes part, and what they may cost.
-        keep_log: whether the logs of its runs are kept, with the records in them, for `sottovoce watch --log`.
+        keep_log: whether the logs of its runs are kept, with the records in them, for `sottovoce watch --state`.
     """
 
     name: str

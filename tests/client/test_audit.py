@@ -165,8 +165,8 @@ def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path)
     [
         (["--replacement", "label"], "--replacement needs --record"),
         (["--neighbour", "b"], "--neighbour goes with --threat neighbour"),
-        (["--from", "here", "--runs", "20"], "goes with neither --runs nor --on network"),
-        (["--from", "here", "--on", "network"], "goes with neither --runs nor --on network"),
+        (["--captures", "here", "--runs", "20"], "goes with neither --runs nor --on network"),
+        (["--captures", "here", "--on", "network"], "goes with neither --runs nor --on network"),
     ],
 )
 def test_no_option_is_passed_over_in_silence(spec: Path, flags: list[str], text: str) -> None:

@@ -273,7 +273,7 @@ def test_code_that_captures_name_is_not_imported_unasked(tmp_path: Path) -> None
     facts = json.loads(path.read_text())
     facts["spec"]["algorithm"]["name"] = "antigravity:Algorithm"
     path.write_text(json.dumps(facts))
-    with pytest.raises(SpecError, match="give the SPEC beside --from"):
+    with pytest.raises(SpecError, match="give the SPEC beside --captures"):
         audited(tmp_path, plan)
 
 

@@ -130,7 +130,7 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
 ) -> None:
     ending(monkeypatch, state, detail)
     audited = ASKED.plan(prepared)
-    kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --from {tmp_path}/out/captures"
+    kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --captures {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
         on_network(tmp_path / "out")(audited, say=say_nothing)
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")

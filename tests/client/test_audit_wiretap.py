@@ -120,7 +120,7 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
     assert "a first record on the bound" in told["worlds"] and told["epsilon"]["promised"] > 1.0
     assert not (out / "identities").exists()
 
-    more = ["audit", "--from", str(out), "--seed", "3", "--out", str(tmp_path / "again")]
+    more = ["audit", "--captures", str(out), "--seed", "3", "--out", str(tmp_path / "again")]
     assert CliRunner().invoke(app, more).exit_code == 0
     again = json.loads((tmp_path / "again" / "audit.json").read_text(encoding="utf-8"))
     for key in ("verdict", "black_box", "ciphertext", "worlds", "captures_sha256", "epsilon"):
@@ -145,7 +145,7 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
         SpecError, match="audited where there are runs of two worlds, got one: sottovoce audit --on wir"
     ):
         CliRunner().invoke(
-            app, ["audit", "--from", str(tmp_path / "alone")], catch_exceptions=False, standalone_mode=False
+            app, ["audit", "--captures", str(tmp_path / "alone")], catch_exceptions=False, standalone_mode=False
         )
 
 

@@ -1,4 +1,4 @@
-"""`budget`, `calibrate` and `tradeoff`: what they print, write and refuse."""
+"""`budget`, also with `--target` and `--tradeoff`: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_budget_that_ends_before_the_run_is_said_by_every_command_that_plans_i
         "check": ["spec", "check", path],
         "budget": ["budget", path, "--out", str(tmp_path / "b")],
         "simulate": ["simulate", path, "--out", str(tmp_path / "s")],
-        "calibrate": ["calibrate", path, "--epsilon", "9", "--out", str(tmp_path / "louder.yaml")],
+        "calibrate": ["budget", path, "--target", "9", "--out", str(tmp_path / "louder.yaml")],
     }
     told = {name: CliRunner().invoke(app, command) for name, command in commands.items()}
     for name, result in told.items():
@@ -199,12 +199,12 @@ def test_what_owners_without_a_policy_refuse_is_said_by_spec_check(records: Path
     assert "[DEFAULT_POLICY]" not in CliRunner().invoke(app, ["spec", "check", str(written(records))]).output
 
 
-# ---- calibrate -------------------------------------------------------------------------------------------------------
+# ---- budget --target -------------------------------------------------------------------------------------------------
 
 
 def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: Path) -> None:
     source, out = written(records, topology={"graph": "path"}), tmp_path / "calibrated.yaml"
-    arguments = ["calibrate", str(source), "--epsilon", "3", "--learner", "b=1", "--out", str(out)]
+    arguments = ["budget", str(source), "--target", "3", "--target", "b=1", "--out", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     before, after = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (source, out))
@@ -218,7 +218,7 @@ def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: P
 def test_calibrate_replaces_no_file(records: Path, tmp_path: Path) -> None:
     source = written(records)
     before = source.read_text(encoding="utf-8")
-    result = CliRunner().invoke(app, ["calibrate", str(source), "--epsilon", "3", "--out", str(source)])
+    result = CliRunner().invoke(app, ["budget", str(source), "--target", "3", "--out", str(source)])
     assert isinstance(result.exception, SpecError) and "give another --out" in str(result.exception)
     assert source.read_text(encoding="utf-8") == before
 
@@ -227,35 +227,35 @@ def test_calibrate_takes_an_algorithm_by_its_name_alone(records: Path) -> None:
     source = written(records)
     document = {**yaml.safe_load(source.read_text(encoding="utf-8")), "algorithm": "ldp-dol"}
     source.write_text(yaml.safe_dump(document), encoding="utf-8")
-    result = CliRunner().invoke(app, ["calibrate", str(source), "--epsilon", "3"])
+    result = CliRunner().invoke(app, ["budget", str(source), "--target", "3"])
     assert result.exit_code == 0, result.output
     assert yaml.safe_load(result.stdout)["algorithm"].keys() == {"name", "sigma"}
 
 
-def test_calibrate_writes_to_standard_output(records: Path) -> None:
-    result = CliRunner().invoke(app, ["calibrate", str(written(records)), "--epsilon", "3", "--per", "record"])
+def test_a_target_writes_to_standard_output(records: Path) -> None:
+    result = CliRunner().invoke(app, ["budget", str(written(records)), "--target", "3", "--per", "record"])
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["algorithm"]["sigma"] != 2.0
     assert "a: epsilon 2.99" in result.stderr
 
 
-def test_options_of_calibrate(records: Path) -> None:
+def test_targets(records: Path) -> None:
     spec = load_spec(written(records))
-    assert target_of(spec, 2.0, ["c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
-    assert target_of(spec, None, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
-    for epsilon, single, horizon, reason in (
-        (None, ["a=1"], None, "every learner needs a target, got none for b, c; give --epsilon"),
-        (1.0, ["a"], None, "--learner must be NAME=EPSILON, got a"),
-        (1.0, ["d=1"], None, "--learner must be one of a, b, c, got d"),
-        (1.0, ["a=much"], None, "must be a number, got 'much'"),
-        (1.0, [], "1.5", "--horizon must be a whole number of rounds, or inf, got 1.5"),
-        (1.0, [], "soon", "--horizon must be a number, got 'soon'"),
+    assert target_of(spec, ["2", "c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
+    assert target_of(spec, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
+    for wanted, horizon, reason in (
+        (["a=1"], None, "every learner needs a target, got none for b, c; give --target E"),
+        (["1", "2"], None, "--target must be one epsilon for every learner, and NAME=E for others, got 1, 2"),
+        (["1", "d=1"], None, "--target must be one of a, b, c, got d"),
+        (["1", "a=much"], None, "must be a number, got 'much'"),
+        (["1"], "1.5", "--horizon must be a whole number of rounds, or inf, got 1.5"),
+        (["1"], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            target_of(spec, epsilon, single, horizon_of(horizon), "event")
+            target_of(spec, wanted, horizon_of(horizon), "event")
 
 
-# ---- tradeoff --------------------------------------------------------------------------------------------------------
+# ---- budget --tradeoff -----------------------------------------------------------------------------------------------
 
 
 def test_levels() -> None:
@@ -292,7 +292,7 @@ def test_by_default_only_simulated_levels_are_allowed() -> None:
 def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None:
     source = str(written(records, rounds=40))
     more = ["--metric", "tracking_error", "--replicas", "8", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, ["tradeoff", source, "--epsilons", "0.2,2,20,200", *more])
+    result = CliRunner().invoke(app, ["budget", source, "--tradeoff", "0.2,2,20,200", *more])
     assert result.exit_code == 0, result.output
     assert "best: ε = " in result.output
     document = json.loads((tmp_path / "tradeoff.json").read_text(encoding="utf-8"))
@@ -337,7 +337,7 @@ def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: P
     source = live(tmp_path, rounds=None)
     with pytest.raises(SpecError, match=r"no planned end: give the number of rounds to look at \(--rounds\)"):
         CliRunner().invoke(app, ["budget", source], catch_exceptions=False)
-    said = CliRunner().invoke(app, ["calibrate", source, "--epsilon", "1", "--rounds", "200", "--records", "4"])
+    said = CliRunner().invoke(app, ["budget", source, "--target", "1", "--rounds", "200", "--records", "4"])
     assert said.exit_code == 0, said.output
     found = yaml.safe_load(said.stdout)
     assert found["rounds"] is None
@@ -350,7 +350,7 @@ def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: P
 def test_a_promise_for_ever_needs_no_number_of_rounds(rate: str, planned: dict[str, Any], tmp_path: Path) -> None:
     """The rounds with the fewest records count, however seldom they are: 3 of 3.9 a round."""
     more = ["--horizon", "inf", "--records", rate]
-    said = CliRunner().invoke(app, ["calibrate", live(tmp_path, **planned), "--epsilon", "2", *more])
+    said = CliRunner().invoke(app, ["budget", live(tmp_path, **planned), "--target", "2", *more])
     assert said.exit_code == 0, said.output
     found = load_spec(Path(live(tmp_path, rounds=200, algorithm=yaml.safe_load(said.stdout)["algorithm"])))
     promised = build_run(found, 3).guarantee(0, np.full(200, int(float(rate))))
@@ -359,13 +359,13 @@ def test_a_promise_for_ever_needs_no_number_of_rounds(rate: str, planned: dict[s
 
 @pytest.mark.parametrize("rate", ["0.1", "0.999"])
 def test_there_is_none_where_a_round_may_bring_nothing(rate: str, tmp_path: Path) -> None:
-    command = ["calibrate", live(tmp_path, rounds=None), "--epsilon", "2", "--horizon", "inf", "--records", rate]
+    command = ["budget", live(tmp_path, rounds=None), "--target", "2", "--horizon", "inf", "--records", rate]
     with pytest.raises(SpecError, match="every round brings records"):
         CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_a_horizon_says_how_many_rounds_to_look_at(tmp_path: Path) -> None:
-    asked = ["calibrate", live(tmp_path, rounds=None), "--epsilon", "1"]
+    asked = ["budget", live(tmp_path, rounds=None), "--target", "1"]
     said = [CliRunner().invoke(app, [*asked, more, "200"]) for more in ("--horizon", "--rounds")]
     assert said[0].exit_code == 0 and said[0].stdout == said[1].stdout
     with pytest.raises(SpecError, match="--rounds"):
@@ -383,11 +383,16 @@ def test_what_goes_wrong_is_an_error_of_the_spec(records: Path, tmp_path: Path) 
     """Which the command's `main` says in a line, with exit code 2."""
     source, out = str(written(records)), ["--out", str(tmp_path / "out")]
     for arguments, reason in (
+        (["budget", source, "--target", "1", "--tradeoff", "1,2,3"], "give one of the two"),
+        (["budget", source, "--target", "1", "--uses"], "--uses does not go with --target"),
+        (["budget", source, "--tradeoff", "1,2,3", "--rounds", "9"], "--rounds does not go with --tradeoff"),
+        (["budget", source, "--horizon", "inf"], "--horizon goes with --target"),
+        (["budget", source, "--replicas", "3"], "--replicas goes with --tradeoff"),
         (["budget", source, "--learner", "d", *out], "--learner must be one of a, b, c, got d"),
         (["budget", source, "--delta", "0", *out], "delta must be above 0 and below 1, got 0.0"),
-        (["calibrate", source, *out], "every learner needs a target"),
-        (["tradeoff", source, "--epsilons", "1,2", *out], "at least 3 different levels"),
-        (["tradeoff", source, "--epsilons", "1,2,3", "--weights", "-1", "6", "9", "1", *out], "weights must be"),
+        (["budget", source, "--target", "b=1", *out], "every learner needs a target"),
+        (["budget", source, "--tradeoff", "1,2", *out], "at least 3 different levels"),
+        (["budget", source, "--tradeoff", "1,2,3", "--weights", "-1", "6", "9", "1", *out], "weights must be"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert isinstance(result.exception, SpecError)

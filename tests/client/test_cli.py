@@ -127,29 +127,23 @@ COMMANDS = {
     "data": "describe",
     "data fetch": "--from",
     "up": "--per-process",
-    "run": "--coordinator",
+    "run": "Also takes --json, --coordinator, --identity, --insecure: see sottovoce --help.",
     "simulate": "--write",
     "compare": "compare.html",
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
     "status": "epsilon spent",
-    "policy": "check",
-    "policy show": "with what each clause says",
-    "policy check": "Which learner of the spec",
+    "policy": "which of its learners",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
     "predict": "(telemetry.predict)",
     "models": "what handing it out costs",
     "models export": "--unprotected",
-    "spec": "schema",
+    "spec": "values",
     "spec check": "without running anything",
-    "spec show": "all defaults filled in",
-    "spec schema": "JSON schema",
     "spec values": "for the Helm chart",
-    "schema": "infer",
-    "schema infer": "a sample that is public",
-    "schema check": "how many records of a file fit",
-    "version": "Print the version",
+    "init": "--schema-only",
+    "data describe": "how many records fit it",
 }
 
 
@@ -230,7 +224,11 @@ def test_a_command_looks_at_its_variables_unless_it_explains_itself() -> None:
 def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[int, str, str]]) -> None:
     demo = tmp_path / "demo.yaml"
     demo.write_text(ran("demo", "--print-spec")[1], encoding="utf-8")
-    shown, checked, schema = ran("spec", "show", str(demo)), here("spec", "check", str(demo)), here("spec", "schema")
+    shown, checked, schema = (
+        ran("spec", "check", str(demo), "--print"),
+        here("spec", "check", str(demo)),
+        here("spec", "check", "--json-schema"),
+    )
 
     assert (shown[0], checked[0], schema[0]) == (0, 0, 0)
     (tmp_path / "shown.yaml").write_text(shown[1], encoding="utf-8")
@@ -284,7 +282,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
                 ["spec", "check", written(tmp_path, "d.yaml", algorithm={"name": "sgd"})],
                 "or module:Class of your own, got 'sgd'",
             ),
-            (["simulate", tiny, *out, "--noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
+            (["simulate", tiny, *out, "--recorded-noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
             (
                 ["run", tiny, "--coordinator", nobody, "--out", str(tmp_path / "run")],
                 "cannot reach the coordinator at 127.0.0.1:1",
@@ -325,7 +323,7 @@ def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
     np.testing.assert_allclose(said, decided[:-1] + noise, rtol=0, atol=1e-9)
     assert load_spec(tmp_path / "one" / "spec.yaml") == load_spec(Path(spec))
 
-    recorded = ["--replicas", "2", "--write", "transcript", "--noise", str(tmp_path / "one" / "noise.parquet")]
+    recorded = ["--replicas", "2", "--write", "transcript", "--recorded-noise", str(tmp_path / "one" / "noise.parquet")]
     assert ran("simulate", spec, "--out", str(tmp_path / "two"), *recorded)[0] == 0
     again = read_transcript(tmp_path / "two" / "transcript.parquet").fields["y"]
     np.testing.assert_allclose(again, said, rtol=1e-12, atol=1e-12)

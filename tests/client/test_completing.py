@@ -34,9 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "command", ["simulate", "up", "run", "audit", "budget", "compare", "spec check", "policy check"]
-)
+@pytest.mark.parametrize("command", ["simulate", "up", "run", "audit", "budget", "compare", "spec check", "policy"])
 def test_spec_files_are_offered_where_a_spec_is_asked_for(command: str, folder: Path) -> None:
     assert offered(f"sottovoce {command} ").split() == ["ward-2.yml", "wards.yaml"]
 

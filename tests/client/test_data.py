@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_nothing(
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotReady, match=r"cannot write to the folder .*--folder"):
+    with pytest.raises(NotReady, match=r"cannot write to the folder .*--out"):
         fetch(letters("http://nowhere.invalid/x"), tmp_path / "file")
 
 

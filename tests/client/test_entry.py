@@ -52,7 +52,7 @@ def test_every_way_to_the_command_is_that_entry_point(start: str) -> None:
     scripts = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["scripts"]
     module, function = scripts["sottovoce"].split(":")
     work = f"""
-sys.argv = ["sottovoce", "version"]
+sys.argv = ["sottovoce", "data", "--help"]
 from {module} import {function} as main
 try:
     {start}

@@ -86,7 +86,7 @@ class Cut(RuntimeError):
         (["simulate", "SPEC"], KeyboardInterrupt()),
         (["simulate", "SPEC"], Cut("while building: KeyboardInterrupt: ")),
         (["compare", "SPEC"], KeyboardInterrupt()),
-        (["tradeoff", "SPEC", "--epsilons", "1,2,3"], KeyboardInterrupt()),
+        (["budget", "SPEC", "--tradeoff", "1,2,3"], KeyboardInterrupt()),
     ],
 )
 def test_work_ends_in_a_line(
@@ -369,11 +369,11 @@ def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "SPEC"], "simulating: 6 of 6 rounds"),
         (["compare", "SPEC", "--replicas", "2"], "spec 1 of 1, SPEC: 6 of 6 rounds"),
         (
-            ["sweep", "SPEC", "--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
+            ["sweep", "SPEC", "--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1"],
             "simulating: 24 of 24 rounds",
         ),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "simulating and examining: 60 of 60 runs"),
-        (["tradeoff", "SPEC", "--epsilons", "5,10,20", "--replicas", "2"], "simulating at epsilon 20: 6 of 6 rounds"),
+        (["budget", "SPEC", "--tradeoff", "5,10,20", "--replicas", "2"], "simulating at epsilon 20: 6 of 6 rounds"),
     ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )

@@ -37,8 +37,6 @@ WITHOUT = {
     "eavesdropper": "a service",
     "eavesdropper relay": "a service",
     "console": "a service",
-    "spec schema": "it prints JSON, and nothing else",
-    "version": "it prints one word for programs",
 }
 """Commands that have no `--json`, and why."""
 SPEC: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -54,11 +52,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
 
 
 def test_every_command_has_it_or_a_reason() -> None:
-    lacking = {
-        name
-        for name, command in commands(typer.main.get_command(app))
-        if not any("--json" in parameter.opts for parameter in command.params)
-    }
+    lacking = {name for name, command in commands(typer.main.get_command(app)) if "as_json" not in command.uses}
     assert lacking == WITHOUT.keys()
 
 
@@ -87,17 +81,17 @@ def told(*words: str, code: int = 0) -> Any:
 RESULTS: dict[str, tuple[str, set[str]]] = {
     "simulate small.yaml --out o --write models,noise": ("left_out", {"folder", "files", "learners", "metrics"}),
     "compare small.yaml --out o --replicas 2": ("results", {"folder", "failures"}),
-    "sweep small.yaml --out o --set algorithm.sigma=1,2 --seeds 2 --jobs 1": ("rows", {"folder"}),
+    "sweep small.yaml --out o --set algorithm.sigma=1,2 --replicas 2 --jobs 1": ("rows", {"folder"}),
     "budget small.yaml --out o": ("learners", {"folder"}),
-    "calibrate small.yaml --epsilon 5": ("learners", {"out", "spec"}),
-    "tradeoff small.yaml --epsilons 5,10,20 --replicas 2 --out o": ("folder", set()),
+    "budget small.yaml --target 5": ("learners", {"out", "spec"}),
+    "budget small.yaml --tradeoff 5,10,20 --replicas 2 --out o": ("folder", set()),
     "audit small.yaml --runs 30 --jobs 1 --out o": ("verdict", {"folder"}),
-    "policy show": ("epsilon_per_run", {"algorithms"}),
+    "policy": ("epsilon_per_run", {"algorithms"}),
     "spec check small.yaml": ("records", {"spec", "learners", "features", "warnings"}),
-    "spec show small.yaml": ("rounds", {"algorithm", "data"}),
+    "spec check small.yaml --print": ("rounds", {"algorithm", "data"}),
     "spec values small.yaml": ("learners", set()),
     "data describe records.npz": ("records", {"features", "classes", "file"}),
-    "schema infer wards.csv --label ill": ("schema", {"out"}),
+    "init wards.csv --schema-only --label ill": ("schema", {"out"}),
     "doctor": ("findings", {"well"}),
     "pki init --domain ward.example --authority a": ("authority", {"domain"}),
     "demo --print-spec": ("algorithm", {"data"}),
@@ -130,9 +124,9 @@ def test_what_is_written_is_what_is_told(folder: Path) -> None:
 
 def test_a_bad_result_is_told_and_its_exit_code_stays(folder: Path) -> None:
     lines = (folder / "wards.csv").read_text("utf-8").splitlines()
-    told("schema", "infer", "wards.csv", "--label", "ill", "--out", "schema.yaml")
+    told("init", "wards.csv", "--schema-only", "--label", "ill", "--out", "schema.yaml")
     Path("other.csv").write_text("\n".join([*lines[:4], "old,1,yes"]) + "\n", "utf-8")
-    document = told("schema", "check", "schema.yaml", "other.csv", code=1)
+    document = told("data", "describe", "other.csv", "--schema", "schema.yaml", code=1)
     assert (document["file"]["records"], document["file"]["fit"]) == (4, 3)
     assert told("compare", "small.yaml", "none.yaml", "--out", "o", "--replicas", "2", code=1)["failures"]
 
@@ -165,12 +159,12 @@ def test_identities(folder: Path) -> None:
     (issued,) = told("pki", "issue", "learner/north", "--authority", "a")
     assert issued["folder"] == "identities/learner-north"
     assert [each["identity"] for each in told("pki", "show", "a")] == ["learner/north"]
-    assert told("pki", "renew", "identities/learner-north", "--authority", "a")[0]["until"] > issued["until"][:10]
+    assert told("pki", "issue", "identities/learner-north", "--authority", "a")[0]["until"] > issued["until"][:10]
     assert len(told("pki", "revoke", "learner/north", "--authority", "a")["revoked"]) == 2
 
 
 def test_a_policy_and_a_run(folder: Path) -> None:
-    document = told("policy", "check", "small.yaml", "--learner", "learner-0")
+    document = told("policy", "small.yaml", "--learner", "learner-0")
     assert document["takes_part"]
     assert {"clause", "allows", "asks", "fits"} == document["clauses"][0].keys()
 
@@ -198,17 +192,17 @@ def test_a_run_and_all_that_is_asked_of_what_it_leaves(folder: Path) -> None:
     verified = told("transcript", "verify", "o", "--ca", "o/ca.crt")
     assert (verified["signed"], verified["wrong"]) == (True, [])
     assert [each["rounds_signed"] for each in verified["learners"]] == [6, 6, 6]
-    assert told("audit", "--from", "o/captures", "--out", "a")["verdict"]["kind"] == "consistent"
+    assert told("audit", "--captures", "o/captures", "--out", "a")["verdict"]["kind"] == "consistent"
     watched = told("watch", "o", "--once")
     assert (watched["rounds_watched"], watched["alarms"]) == (6, [])
 
     lines = told("ledger", "--state", "o/journals")
     assert [each["learner"] for each in lines] == ["learner-0", "learner-1", "learner-2"]
-    checked = told("ledger", "verify", "o/journals")
+    checked = told("ledger", "--verify", "--state", "o/journals")
     assert [each["epsilon"] for each in checked] == [each["epsilon"] for each in lines]
-    repaired = told("ledger", "repair", "o/journals", "--learner", "learner-1")
+    repaired = told("ledger", "--repair", "--state", "o/journals", "--learner", "learner-1")
     assert repaired == {"learner": "learner-1", "charged": 0.0, "epsilon": lines[1]["epsilon"], "kept_in": None}
-    assert told("ledger", "moved", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
+    assert told("ledger", "--moved", "--state", "o/journals", "--learner", "learner-1")["state"] == "o/journals"
 
 
 def show(words: tuple[Any, ...], state: str, away: tuple[str, ...] = ()) -> None:

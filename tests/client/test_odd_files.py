@@ -156,7 +156,7 @@ def readers(path: Path, *, drafted: bool = True) -> Iterator[tuple[str, Callable
     """All that reads a file of records before a run, by name."""
     folder = path.parent
     if drafted:
-        yield "schema infer", lambda: infer(path, None, folder / "schema.yaml", SILENT)
+        yield "init --schema-only", lambda: infer(path, None, folder / "schema.yaml", SILENT)
     yield "data describe", lambda: describe(str(path), (), SILENT)
     yield "init", lambda: begin(Wishes(path, label_bound=1.0), folder, None, say_nothing)
     yield "spec check and a run", lambda: load_dataset(DataSpec(source=str(path)), Logistic())

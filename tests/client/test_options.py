@@ -47,7 +47,7 @@ NUMBERS = [each for each in OPTIONS if limit(each[2], "min") is not None and not
 
 
 def test_there_are_such() -> None:
-    assert len(ADDRESSES) > 30 and len(NUMBERS) > 20 and len(URLS) == 1 + 4
+    assert len(ADDRESSES) > 20 and len(NUMBERS) > 20 and len(URLS) == 1 + 4
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "a b:1", ""])

@@ -75,10 +75,10 @@ def test_from_nothing_to_an_identity(here: Path) -> None:
 
 def test_a_renewed_identity_is_the_same_principal_with_another_key(here: Path) -> None:
     said("init", "--domain", "ward.example")
-    said("issue", "learner/north", "--host", "north.local", "--host", "10.0.0.7")
+    said("issue", "learner/north", "--hostname", "north.local", "--hostname", "10.0.0.7")
     folder = here / "identities" / "learner-north"
     before, key = certificate_of(folder), (folder / KEY).read_bytes()
-    said("renew", "identities/learner-north", "--days", "7")
+    said("issue", "identities/learner-north", "--days", "7")
     after = certificate_of(folder)
 
     def names(certificate: x509.Certificate) -> list[str]:
@@ -115,7 +115,7 @@ def test_what_ends_soon_is_said_by_the_exit_code(here: Path, monkeypatch: pytest
     said("issue", "learner/north", "--days", "13")
     assert "ends soon" in said("show", code=1)
     assert "ends soon" in said("show", "identities/learner-north", code=1)
-    said("renew", "identities/learner-north")
+    said("issue", "identities/learner-north")
     assert "ends soon" not in said("show")
     monkeypatch.setattr(Elsewhen, "off", timedelta(days=100))
     monkeypatch.setattr("sottovoce_client.pki.datetime", Elsewhen)
@@ -138,14 +138,14 @@ def test_no_identity_outlives_its_authority(here: Path) -> None:
         (("issue", "king/north"), "a role of learner, coordinator, eavesdropper, feeder, operator"),
         (("issue", "north"), "an identity must be ROLE/NAME"),
         (("issue", "learner/../../etc"), "an identity must be ROLE/NAME"),
-        (("issue", "learner/new", "--host", "süd.example"), "a host must be a name in plain letters or an address"),
+        (("issue", "learner/new", "--hostname", "süd.example"), "a host must be a name in plain letters or an address"),
         (("issue", "learner/new@east.example"), "must be of ward.example, the trust domain of this authority"),
         (("revoke", "learner/south@east.example"), "has no certificate that is valid"),
         (("issue", "learner/south"), "there is an identity in identities/learner-south already"),
         (("init", "--domain", "ward.example"), "there is an authority in sottovoce-authority already"),
         (("init", "--domain", "Ward Example", "--authority", "b"), "a trust domain must look like ward.example"),
-        (("renew", "nowhere"), "no certificate in nowhere/tls.crt"),
-        (("renew", "others"), "must be of this authority"),
+        (("issue", "nowhere"), "an identity must be ROLE/NAME"),
+        (("issue", "others"), "must be of this authority"),
         (("revoke", "learner/nobody"), "has no certificate that is valid"),
         (("show", "nowhere"), "no certificate in nowhere/tls.crt"),
     ],
@@ -244,7 +244,7 @@ def test_what_other_authorities_wrote_stays(here: Path, three: dict[str, Authori
     said("issue", "learner/north", "operator/alice", *place)
     authorities, lists = believed(here / first), listed(here / first)
     assert (len(authorities), len(lists)) == (3, 3)
-    said("renew", first, *place)
+    said("issue", first, *place)
     assert (believed(here / first), listed(here / first)) == (authorities, lists)
     alice = certificate_of(here / "identities" / "operator-alice").serial_number
     said("revoke", "operator/alice", *place)
@@ -264,7 +264,7 @@ def test_authorities_that_only_the_identity_knows_stay(here: Path, three: dict[s
     three["east"].revoke("learner/late")
     (own / REVOKED).write_bytes((here / "east-authority" / REVOKED).read_bytes())
     lists = listed(own)
-    said("renew", str(own), "--authority", "north-authority")
+    said("issue", str(own), "--authority", "north-authority")
     assert (believed(own), listed(own)) == (authorities, lists)
 
 
@@ -289,9 +289,9 @@ def test_a_new_root_takes_the_place_of_the_old_one(here: Path) -> None:
     shutil.rmtree(here / "identities" / "other")
     assert [len(believed(folder)) for folder in folders] == [2, 2, 2]
     assert all(Credentials(folder).rooted for folder in folders)
-    said("renew", str(folders[0]))
+    said("issue", str(folders[0]))
     first = certificate_of(folders[0]).serial_number
-    said("renew", str(folders[0]), str(folders[2]), "--authority", "new")
+    said("issue", str(folders[0]), str(folders[2]), "--authority", "new")
     root = Authority(here / "new")._certificate
     assert leads_to(certificate_of(folders[0]), (), [root]) and not leads_to(certificate_of(folders[1]), (), [root])
     with pytest.raises(NotReady, match="was revoked"):
@@ -340,7 +340,7 @@ def test_one_that_cannot_be_renewed_keeps_none_from_it(here: Path) -> None:
     said("init", "--domain", "ward.example")
     said("issue", "learner/north", "learner/south")
     before = certificate_of(here / "identities" / "learner-south")
-    result = CliRunner().invoke(app, ["pki", "renew", "nowhere", "identities/learner-south", "neither"])
+    result = CliRunner().invoke(app, ["pki", "issue", "nowhere", "identities/learner-south", "neither"])
     assert isinstance(result.exception, NotReady)
     assert "nowhere" in str(result.exception)
     assert "neither" in str(result.exception)

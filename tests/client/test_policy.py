@@ -90,22 +90,20 @@ def command(*arguments: str) -> int:
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec_of(telemetry={"predict": True}).model_dump(mode="json")), encoding="utf-8")
-    assert command("policy", "show") == 0
+    assert command("policy") == 0
     assert yaml.safe_load(capsys.readouterr().out) == Policy().model_dump(mode="json")
-    assert command("policy", "check", str(path), "--learner", "ben") == 1
+    assert command("policy", str(path), "--learner", "ben") == 1
     assert "ben would not take part in run" in capsys.readouterr().out
-    assert command("policy", "check", str(path), "--learner", "ben", "--policy", str(ALLOWING_FILE)) == 0
+    assert command("policy", str(path), "--learner", "ben", "--policy", str(ALLOWING_FILE)) == 0
     path.write_text("{rounds: 5, learners: [ben], algorithm: ldp-dol, data: {source: theirs.csv}}", encoding="utf-8")
-    assert (
-        command("policy", "check", str(path), "--learner", "ben", "--features", "7") == 0
-    )  # by who has not their records
+    assert command("policy", str(path), "--learner", "ben", "--features", "7") == 0  # by who has not their records
     assert re.search(r"most_features +1000000 +7", capsys.readouterr().out)
     with pytest.raises(SpecError, match="--learner must be one of ben, got zoe"):
-        app(["policy", "check", str(path), "--learner", "zoe"], standalone_mode=False)
+        app(["policy", str(path), "--learner", "zoe"], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
-    "command", [["policy", "show"], ["learner", "--name", "a", "--coordinator", "127.0.0.1:1", "--policy"]]
+    "command", [["policy", "--policy"], ["learner", "--name", "a", "--coordinator", "127.0.0.1:1", "--policy"]]
 )
 def test_a_bad_policy_starts_nothing(tmp_path: Path, command: list[str]) -> None:
     path = tmp_path / "policy.yaml"

@@ -106,7 +106,7 @@ def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["budget"], ["calibrate", "--epsilon", "5"], ["policy", "check", "--learner", "learner-0"]],
+    [["budget"], ["budget", "--target", "5"], ["policy", "--learner", "learner-0"]],
     ids="-".join,
 )
 def test_what_a_run_costs_is_told_whatever_its_labels_mean(folder: Path, command: list[str]) -> None:
@@ -184,7 +184,7 @@ def test_no_record_is_taken_for_names(folder: Path, rows: str, command: str) -> 
     (folder / "records.csv").write_text(rows, encoding="utf-8")
     done = {
         "init": ["init", str(folder / "records.csv"), "--out", str(folder / "new.yaml")],
-        "infer": ["schema", "infer", str(folder / "records.csv")],
+        "infer": ["init", str(folder / "records.csv"), "--schema-only"],
         "check": ["spec", "check", str(folder / "spec.yaml")],
     }[command]
     failure = CliRunner().invoke(app, done).exception
@@ -285,7 +285,7 @@ def test_what_its_records_say_less_is_said_by_each_command_once(folder: Path) ->
     for command in (
         ["simulate", spec],
         ["compare", spec, spec],
-        ["sweep", spec, "--set", "algorithm.sigma=1,2", "--seeds", "1"],
+        ["sweep", spec, "--set", "algorithm.sigma=1,2", "--replicas", "1"],
     ):
         done = CliRunner().invoke(app, command)
         assert (done.exit_code, [line for line in done.stderr.splitlines() if "warning" in line]) == (0, warned)

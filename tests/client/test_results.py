@@ -25,9 +25,9 @@ SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm
 COMMANDS: dict[str, list[str]] = {
     "simulate": ["--write", "all"],
     "compare": ["--replicas", "2"],
-    "sweep": ["--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
+    "sweep": ["--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1"],
     "budget": [],
-    "tradeoff": ["--epsilons", "5,10,20", "--replicas", "2"],
+    "budget --tradeoff": ["--tradeoff", "5,10,20", "--replicas", "2"],
     "audit": ["--runs", "30", "--jobs", "1"],
 }
 
@@ -58,13 +58,13 @@ def refused(done: Result, *words: str) -> bool:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_replaces_nothing(command: str, spec: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = ran(command, spec, *COMMANDS[command], "--out", out)
+    first = ran(command.split()[0], spec, *COMMANDS[command], "--out", out)
     assert first.exit_code == 0, first.output
     before = contents(out)
     names = {path.name for path in out.iterdir()} - {"spec.yaml"}
     assert names
     assert refused(
-        ran(command, spec, *COMMANDS[command], "--out", out), str(out), *names
+        ran(command.split()[0], spec, *COMMANDS[command], "--out", out), str(out), *names
     )  # which are all that it writes
     assert contents(out) == before
 
@@ -80,9 +80,9 @@ def test_a_page_that_cannot_be_made_costs_no_results(
     def broken(page: Page) -> str:
         raise ValueError("secret 3.25")
 
-    expected = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "whole")
+    expected = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "whole")
     monkeypatch.setattr(Page, "html", broken)
-    done = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "out")
+    done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out")
     page = tmp_path / "out" / f"{command}.html"
     assert (expected.exit_code, done.exit_code) == (0, INCOMPLETE)
     assert (tmp_path / "out" / kept).exists() and not page.exists() and f"{command}.html" not in done.stdout
@@ -90,7 +90,7 @@ def test_a_page_that_cannot_be_made_costs_no_results(
         f"{page} could not be made: ValueError at " in done.stderr and "All other results are complete" in done.stderr
     )
     assert len(done.stderr.splitlines()) == len(expected.stderr.splitlines()) + 1 and "secret" not in done.output
-    told = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "told", "--json")
+    told = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "told", "--json")
     assert told.exit_code == INCOMPLETE and json.loads(told.stdout)["folder"] == str(tmp_path / "told")
 
 
@@ -103,7 +103,7 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
 
     for module in ("plot.export", "compare.write_files"):
         monkeypatch.setattr(f"sottovoce_client.running.{module}", broken)
-    done = ran(command, spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
+    done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
     assert done.exit_code == INCOMPLETE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
     assert "a file of --export could not be made: no space left. All other results are complete." in done.stderr
 
@@ -111,7 +111,7 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
 def test_results_of_different_commands_may_lie_together(spec: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for command in ("simulate", "budget", "sweep"):
-        assert ran(command, spec, *COMMANDS[command], "--out", out).exit_code == 0
+        assert ran(command.split()[0], spec, *COMMANDS[command], "--out", out).exit_code == 0
     plotted = [ran("plot", out / "metrics.parquet", "--out", out) for _ in range(2)]
     assert plotted[0].exit_code == 0 and refused(plotted[1], "plot.html")
 

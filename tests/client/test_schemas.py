@@ -68,12 +68,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     write(tmp_path / "wards.csv", rows())
-    ran("infer", "wards.csv", "--out", "schema.yaml")
+    ran("init", "wards.csv", "--schema-only", "--out", "schema.yaml")
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")
     return tmp_path
 
 
-def ran(*arguments: str, group: str = "schema") -> Result:
+def ran(*arguments: str, group: str = "") -> Result:
     done = CliRunner().invoke(app, [*group.split(), *arguments])
     if isinstance(done.exception, SottovoceError):
         raise done.exception
@@ -81,14 +81,14 @@ def ran(*arguments: str, group: str = "schema") -> Result:
     return done
 
 
-def told(*arguments: str, group: str = "schema") -> str:
+def told(*arguments: str, group: str = "") -> str:
     """What is printed, in one line."""
     done = ran(*arguments, group=group)
     assert done.exit_code == 0, done.output
     return " ".join(done.output.split())
 
 
-# ---- infer -----------------------------------------------------------------------------------------------------------
+# ---- init --schema-only ----------------------------------------------------------------------------------------------
 
 
 def test_a_draft_fits_the_file_that_it_was_made_from(folder: Path) -> None:
@@ -97,25 +97,25 @@ def test_a_draft_fits_the_file_that_it_was_made_from(folder: Path) -> None:
         "admitted", "age", "insured", "stay", "stay missing", "ward=Süd", "ward=no", "ward=north", "ward missing",
     )  # fmt: skip
     assert schema.ignored == ("patient_id", "note") and "n/a" in schema.missing_values
-    assert "60 of 60 records fit" in told("check", "schema.yaml", "wards.csv")
+    assert "60 of 60 records fit" in told("data", "describe", "wards.csv", "--schema", "schema.yaml")
 
 
 def test_a_draft_says_that_its_sample_must_be_public(folder: Path) -> None:
-    printed = ran("infer", "wards.csv")
+    printed = ran("init", "wards.csv", "--schema-only")
     assert "must be public" in " ".join(printed.stderr.split())
     assert printed.stdout == (folder / "schema.yaml").read_text(encoding="utf-8")
     assert "must be public" in printed.stdout.partition("features:")[0]
-    assert "must be public" in told("infer", "wards.csv", "--label", "insured", "--out", "other.yaml")
+    assert "must be public" in told("init", "wards.csv", "--schema-only", "--label", "insured", "--out", "other.yaml")
     assert load_schema(folder / "other.yaml").label.name == "insured"
 
 
 def test_a_file_that_is_there_is_left_as_it_is(folder: Path) -> None:
     before = (folder / "schema.yaml").read_bytes()
     with pytest.raises(SpecError, match=r"there is a file schema\.yaml already: give another --out"):
-        ran("infer", "wards.csv", "--out", "schema.yaml")
+        ran("init", "wards.csv", "--schema-only", "--out", "schema.yaml")
     assert (folder / "schema.yaml").read_bytes() == before
     with pytest.raises(SpecError, match="cannot write"):
-        ran("infer", "wards.csv", "--out", "nowhere/schema.yaml")
+        ran("init", "wards.csv", "--schema-only", "--out", "nowhere/schema.yaml")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_a_file_that_is_there_is_left_as_it_is(folder: Path) -> None:
 def test_a_sample_that_gives_no_schema_is_refused(folder: Path, content: bytes, message: str) -> None:
     (folder / "odd.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        ran("infer", "odd.csv", "--out", "odd.yaml")
+        ran("init", "odd.csv", "--schema-only", "--out", "odd.yaml")
     assert not (folder / "odd.yaml").exists()
 
 
 def test_a_sample_that_is_not_there_is_refused(folder: Path) -> None:
     for name, message in (("none.csv", "a file that exists"), ("spec.yaml", r"reads \.csv and \.parquet files")):
         with pytest.raises(SpecError, match=message):
-            ran("infer", name)
+            ran("init", name, "--schema-only")
     with pytest.raises(SpecError, match="one of the columns"):
-        ran("infer", "wards.csv", "--label", "none")
+        ran("init", "wards.csv", "--schema-only", "--label", "none")
 
 
 # ---- files as people have them ---------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def test_a_sample_that_is_not_there_is_refused(folder: Path) -> None:
 def test_files_of_spreadsheets_are_read(folder: Path, how: dict[str, Any]) -> None:
     """A byte order mark, either end of line, quotes everywhere."""
     write(folder / "other.csv", rows(), **how)
-    ran("infer", "other.csv", "--out", "other.yaml")
+    ran("init", "other.csv", "--schema-only", "--out", "other.yaml")
     assert load_schema(folder / "other.yaml") == load_schema(folder / "schema.yaml")
-    assert "60 of 60 records fit" in told("check", "schema.yaml", "other.csv")
+    assert "60 of 60 records fit" in told("data", "describe", "other.csv", "--schema", "schema.yaml")
 
 
 def test_words_that_yaml_reads_otherwise_stay_words(folder: Path) -> None:
@@ -175,15 +175,15 @@ def test_words_that_yaml_reads_otherwise_stay_words(folder: Path) -> None:
     assert "20 of 20 records fit" in told("check", "odd.yaml", "odd.csv")
     (folder / "odd.yaml").write_text(text.replace("'2020-01-01'", "2020-01-01"), encoding="utf-8")
     with pytest.raises(SpecError, match="put quotes around what is text"):
-        ran("check", "odd.yaml")
+        ran("data", "describe", "odd.yaml")
 
 
 @pytest.mark.slow
 def test_many_records(folder: Path) -> None:
     """What they take is in no test; that they are read, is."""
     write(folder / "many.csv", rows(100_000))
-    ran("infer", "many.csv", "--out", "many.yaml")
-    assert "100,000 of 100,000 records fit" in told("check", "many.yaml", "many.csv")
+    ran("init", "many.csv", "--schema-only", "--out", "many.yaml")
+    assert "100,000 of 100,000 records fit" in told("data", "describe", "many.csv", "--schema", "many.yaml")
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_schema_is_shown(folder: Path) -> None:
         """,
         encoding="utf-8",
     )
-    text = told("check", "schema.yaml")
+    text = told("data", "describe", "schema.yaml")
     for line in ("age number 0 to 1234567 refuse clip 1", "ward category a, b, c flag – 4", "12, and 2 more refuse – 14",
                  "label outcome: 0 is home; 1 is died; 2 is moved", "ignored note", "no value NA, ?, empty text",
                  "19 numbers of 3 fields", "at most 2, the intercept included"):  # fmt: skip
@@ -210,26 +210,28 @@ def test_a_schema_is_shown(folder: Path) -> None:
 
 
 def test_a_schema_is_held_against_the_loss_of_a_spec(folder: Path) -> None:
-    text = told("check", "schema.yaml", "--spec", "spec.yaml")
+    text = told("data", "describe", "schema.yaml", "--spec", "spec.yaml")
     assert (
         "outcome: 0 is died; 1 is home" in text
         and "2.449, the intercept included: within loss.feature_bound, 2.5" in text
     )
     document = {**RUN, "loss": {"kind": "logistic"}, "data": {**RUN["data"], "positive": ["died"], "intercept": False}}
     (folder / "spec.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    text = told("check", "schema.yaml", "--spec", "spec.yaml")
+    text = told("data", "describe", "schema.yaml", "--spec", "spec.yaml")
     assert (
         "0 is home; 1 is died" in text and "at most 2.236; what is longer than loss.feature_bound, 1, is scaled" in text
     )
     (folder / "spec.yaml").write_text(yaml.safe_dump({**document, "loss": "ridge"}), encoding="utf-8")
     with pytest.raises(SpecError, match=r"label must be a number for the ridge loss"):
-        ran("check", "schema.yaml", "--spec", "spec.yaml")
+        ran("data", "describe", "schema.yaml", "--spec", "spec.yaml")
 
 
 def test_a_label_that_is_a_number(folder: Path) -> None:
     write(folder / "cost.csv", [[str(k), f"{k}.5"] for k in range(30)], ("age", "cost"))
-    ran("infer", "cost.csv", "--out", "cost.yaml")
-    assert "cost: a number from 0 to 30, scaled onto [-1, 1]" in told("check", "cost.yaml", "cost.csv")
+    ran("init", "cost.csv", "--schema-only", "--out", "cost.yaml")
+    assert "cost: a number from 0 to 30, scaled onto [-1, 1]" in told(
+        "data", "describe", "cost.csv", "--schema", "cost.yaml"
+    )
 
 
 def test_records_that_do_not_fit_are_counted_and_not_shown(folder: Path) -> None:
@@ -239,7 +241,7 @@ def test_records_that_do_not_fit_are_counted_and_not_shown(folder: Path) -> None
     ):
         spoilt[10 + k][column] = value
     write(folder / "wards.csv", spoilt)
-    done = ran("check", "schema.yaml", "wards.csv")
+    done = ran("data", "describe", "wards.csv", "--schema", "schema.yaml")
     text = " ".join(done.output.split())
     assert done.exit_code == 1
     for line in ("54 of 60 records fit", "2 age: beyond its bounds 10", "1 ward: none of its categories 12",
@@ -259,7 +261,7 @@ def test_rows_of_another_width_are_counted_among_the_others(folder: Path) -> Non
     found = rows()
     odd = [*found[:2], found[2][:-1], [*found[3], "more"], found[4], ["Geheim"], *found[5:]]
     write(folder / "wards.csv", odd)
-    done = ran("check", "schema.yaml", "wards.csv")
+    done = ran("data", "describe", "wards.csv", "--schema", "schema.yaml")
     text = " ".join(done.output.split())
     assert done.exit_code == 1 and f"wards.csv: {len(found) - 2} of {len(odd)} records fit" in text
     assert "3 not as many values as the header 2" in text and "Geheim" not in text  # the first is row 2, counted from 0
@@ -268,9 +270,11 @@ def test_rows_of_another_width_are_counted_among_the_others(folder: Path) -> Non
     ):
         ran("spec.yaml", group="spec check")
     with pytest.raises(DataError, match="each row must have 8 columns"):  # nothing is drafted from what is odd
-        ran("infer", "wards.csv")
+        ran("init", "wards.csv", "--schema-only")
     write(folder / "wards.csv", [found[0][:-1]])
-    assert "0 of 1 record fit" in " ".join(ran("check", "schema.yaml", "wards.csv").output.split())
+    assert "0 of 1 record fit" in " ".join(
+        ran("data", "describe", "wards.csv", "--schema", "schema.yaml").output.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +288,7 @@ def test_rows_of_another_width_are_counted_among_the_others(folder: Path) -> Non
 def test_columns_that_are_others_are_refused(folder: Path, head: tuple[str, ...], message: str) -> None:
     write(folder / "wards.csv", rows(), head)
     with pytest.raises(DataError, match=message):
-        ran("check", "schema.yaml", "wards.csv")
+        ran("data", "describe", "wards.csv", "--schema", "schema.yaml")
 
 
 # ---- what else says or uses it ---------------------------------------------------------------------------------------
@@ -305,14 +309,14 @@ def test_describe_leads_to_schemas(folder: Path) -> None:
         (["", "1", "x"], "must hold a value, got an empty cell"),
     ):
         write(folder / "text.csv", [record], ("ward", "age", "outcome"))
-        with pytest.raises(DataError, match=rf"'ward' {problem}.*`sottovoce schema infer` drafts one"):
+        with pytest.raises(DataError, match=rf"'ward' {problem}.*`sottovoce init --schema-only` drafts one"):
             ran("text.csv", group="data describe")
 
 
-def test_calibrate_writes_the_schema_in_its_place(folder: Path) -> None:
+def test_a_budget_writes_the_schema_in_its_place(folder: Path) -> None:
     """Its path would lead elsewhere from another folder."""
     (folder / "deep").mkdir()
-    told("spec.yaml", "--epsilon", "9", "--out", "deep/spec.yaml", group="calibrate")
+    told("spec.yaml", "--target", "9", "--out", "deep/spec.yaml", group="budget")
     assert load_spec(folder / "deep/spec.yaml").data == load_spec(folder / "spec.yaml").data
 
 
@@ -394,7 +398,7 @@ def test_the_page_shows_what_is(folder: Path) -> None:
     for name, text in files:
         (folder / name).write_text(text, encoding="utf-8")
     (shown,) = re.findall(r"On these records:\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert told("check", "schema.yaml", "wards.csv") == " ".join(shown.split())
+    assert told("data", "describe", "wards.csv", "--schema", "schema.yaml") == " ".join(shown.split())
     assert "fine" in told("spec.yaml", group="spec check")
     told("spec.yaml", "--out", "out", group="simulate")
     assert (folder / "out" / "metrics.parquet").is_file()

@@ -137,7 +137,6 @@ def ran(*arguments: object) -> Result:
         (["--write", "noise, decisions"], ["decisions", "noise"]),
         (["--write", "all"], list(FILES)),
         (["--write", "models", "--export", "csv"], ["metrics", "models"]),
-        (["--metrics", "--record-noise"], ["metrics", "models", "noise"]),  # of before
     ],
 )
 def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
@@ -167,7 +166,7 @@ def test_what_there_is_not_is_refused_before_there_is_a_folder(wrong: str, spec:
 @pytest.mark.parametrize(
     "words",
     [
-        ["simulate", "SPEC", "--noise", "nowhere.npz"],
+        ["simulate", "SPEC", "--recorded-noise", "nowhere.npz"],
         ["sweep", "SPEC", "--set", "rounds=-1"],
         ["compare", "nowhere.yaml"],
         ["simulate", "OWN"],
@@ -255,7 +254,7 @@ def test_whoever_needs_what_was_left_out_says_how_to_get_it(spec: Path, tmp_path
         (["transcript", "query", "SELECT * FROM said"], "simulate --write transcript"),
         (["models", "export", "--out", tmp_path / "m.npz"], "simulate --write models"),
         (["plot", "--out", tmp_path / "p"], "simulate --write metrics"),
-        (["audit", "--from"], f"sottovoce audit {tmp_path / 'o'}/spec.yaml"),
+        (["audit", "--captures"], f"sottovoce audit {tmp_path / 'o'}/spec.yaml"),
     ):
         at = 1 if words[0] == "plot" else 2
         done = CliRunner().invoke(app, [*map(str, words[:at]), str(tmp_path / "o"), *map(str, words[at:])])
@@ -297,13 +296,13 @@ def test_where_a_simulation_ended_early_another_one_may_write(
     [
         (["simulate", "SPEC"], "metrics.json"),
         (["compare", "SPEC"], "compare.html"),
-        (["sweep", "SPEC", "--set", "algorithm.sigma=1", "--seeds", "1", "--jobs", "1"], "sweep.parquet"),
+        (["sweep", "SPEC", "--set", "algorithm.sigma=1", "--replicas", "1", "--jobs", "1"], "sweep.parquet"),
         (
-            ["sweep", "SPEC", "--set", "algorithm.sigma=1", "--seeds", "1", "--jobs", "1", "--export", "csv"],
+            ["sweep", "SPEC", "--set", "algorithm.sigma=1", "--replicas", "1", "--jobs", "1", "--export", "csv"],
             "sweep.csv",
         ),
         (["budget", "SPEC"], "budget.json"),
-        (["tradeoff", "SPEC", "--epsilons", "5,10,20", "--replicas", "2"], "tradeoff.html"),
+        (["budget", "SPEC", "--tradeoff", "5,10,20", "--replicas", "2"], "tradeoff.html"),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.html"),
         (["audit", "SPEC", "--runs", "30", "--jobs", "1"], "audit.json"),
     ],

@@ -166,7 +166,7 @@ async def test_a_learner_in_no_run_says_that_no_coordinator_has_let_it_in(tmp_pa
 
 
 def test_the_command_exits_with_1_where_anything_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--coordinator", NOBODY], ["--learner", NOBODY, "--json"]):
+    for arguments in (["--coordinator", NOBODY], ["--learner-address", NOBODY, "--json"]):
         with pytest.raises(SystemExit) as left:
             app(["status", *arguments])
         assert left.value.code == 1

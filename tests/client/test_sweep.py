@@ -308,7 +308,7 @@ def test_values_are_read_as_in_a_spec_file() -> None:
 def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     small(tmp_path).to_yaml(tmp_path / "spec.yaml")
-    arguments = ["--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1", "--export", "csv"]
+    arguments = ["--set", "algorithm.sigma=1,2", "--replicas", "2", "--jobs", "1", "--export", "csv"]
     swept = CliRunner().invoke(
         app, ["sweep", str(tmp_path / "spec.yaml"), *arguments, "--out", str(tmp_path / "s")], catch_exceptions=False
     )

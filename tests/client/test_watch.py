@@ -107,7 +107,7 @@ def followed(source: AbstractAsyncContextManager[Source], **question: Any) -> tu
 
 @pytest.mark.slow
 def test_the_command_names_the_broken_learner_in_its_round(folder: Path) -> None:
-    process = started("watch", str(folder), "--once", "--canaries", str(folder / "canaries.json"))
+    process = started("watch", str(folder), "--once", "--canary-file", str(folder / "canaries.json"))
     out, err = process.communicate(timeout=GUARD_S)
     line, *_ = [json.loads(line) for line in err.splitlines()]  # the detector may see it at once, too
 

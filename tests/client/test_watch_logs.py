@@ -173,7 +173,7 @@ async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:
     """While the run goes on, by logs that are being written."""
     async with keeping(tmp_path) as up:
         run_id = (await up.start(live_spec(), 3)).run_id
-        process = started("watch", str(tmp_path), "--log", str(tmp_path / "journals"))
+        process = started("watch", str(tmp_path), "--state", str(tmp_path / "journals"))
         following = asyncio.ensure_future(asyncio.to_thread(process.communicate, timeout=PATIENCE_S))
         async with connect_learner(up.addresses["ann"]) as learner:
             for k in range(0, 90, 6):
@@ -187,9 +187,9 @@ async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "records of a live run stand in the logs of its learners"),
-    ({"logs": (Path("nowhere"),)}, "--log must name state folders with the log of one of its learners"),
+    ({"logs": (Path("nowhere"),)}, "--state must name state folders with the log of one of its learners"),
     ({"canaries": Path("c.json")}, "canaries stand in the records of the spec's data source"),
-    ({"learners": ("ann", "zoe")}, "--log must name state folders with the log of ann and of zoe"),
+    ({"learners": ("ann", "zoe")}, "--state must name state folders with the log of ann and of zoe"),
 ]
 
 

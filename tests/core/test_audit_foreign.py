@@ -461,7 +461,7 @@ def test_numbers_that_are_rounded_to_more_than_the_noise_are_not_tested() -> Non
 
 
 def test_noise_of_a_field_that_there_is_not() -> None:
-    with pytest.raises(SpecError, match="--noise must name decoded fields, got 'totals'; there are total"):
+    with pytest.raises(SpecError, match="--noise-law must name decoded fields, got 'totals'; there are total"):
         examine(conversations(noised, 8), {"totals": FREE}, Levels(0.05, OF_NOISE), np.random.default_rng(0))
     two = replace(CENTRED, centre=lambda *_: [1.0, 2.0, 3.0])
     with pytest.raises(SpecError, match=r"the centre of total must be 2 finite numbers, got \[1.0, 2.0, 3.0\]"):

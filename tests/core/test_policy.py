@@ -115,9 +115,7 @@ def fitting(spec: RunSpec, n_features: int) -> dict[str, Any]:
     }
 
 
-WEIGHED = (
-    "; an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy show` prints them)"
-)
+WEIGHED = "; an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy` prints them)"
 
 
 def made(clauses: dict[str, Any]) -> Policy:
@@ -338,7 +336,7 @@ def test_the_default_is_finite() -> None:
 
 
 BAD = {
-    "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy show` prints one to begin with",
+    "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy` prints one to begin with",
     "# nothing\n": "p.yaml: a policy must be a mapping of fields, got nothing",
     "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got a list",
     "{": "p.yaml is not YAML: ",

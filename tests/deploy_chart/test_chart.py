@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from sottovoce_client.cli import app
+from sottovoce_client.cli.common_options import common
 from sottovoce_rpc.principals import Principal
 from tests.deploy_chart.rendering import (
     CHART,
@@ -255,25 +256,31 @@ def test_the_real_command_line_takes_what_a_pod_is_started_with(
         for each in container.get("env", []):
             monkeypatch.setenv(each["name"], each["value"])
         _parsed(command, arguments)
-        known = {each.envvar for each in _command(command).params}
+        known = {each.envvar for each in _options(command)}
         own = {each["name"] for each in container.get("env", []) if each["name"].startswith("SOTTOVOCE_")}
         assert own <= known, name
 
 
 @functools.cache
-def _command(name: str) -> Any:
+def _root() -> Any:
     """As Typer makes it: of click, or of Typer's own copy of that."""
-    whole: Any = typer.main.get_command(app)
-    return whole.commands[name]
+    return typer.main.get_command(app)
+
+
+def _options(name: str) -> list[Any]:
+    """Options of a command, those included that it shares with others."""
+    command = _root().commands[name]
+    return [*command.params, *(each for each in _root().params if each.name in command.uses)]
 
 
 def _takes(command: str, option: str) -> bool:
-    return any(option in each.opts for each in _command(command).params)
+    return any(option in each.opts for each in _options(command))
 
 
 def _parsed(command: str, arguments: list[str]) -> Any:
     """Refuses what the command would refuse."""
-    return _command(command).make_context(command, list(arguments))
+    outer = typer.Context(_root(), info_name="sottovoce")
+    return _root().commands[command].make_context(command, list(arguments), parent=outer)
 
 
 def test_a_command_line_that_is_wrong_would_be_noticed() -> None:
@@ -287,7 +294,7 @@ def test_a_pod_is_started_as_its_values_say() -> None:
     taken = _parsed("learner", container["args"][1:]).params
 
     assert taken["name"] == ["north"]
-    assert taken["coordinator"] == "centre.ward.example:7400"
+    assert common().coordinator == "centre.ward.example:7400"
     assert taken["advertise"] == OWN["address"]
     assert (taken["budget"], taken["keep_log"]) == (OWN["budget"], True)
     assert (taken["owner"], taken["feeder"]) == (OWN["owners"], OWN["feeders"])

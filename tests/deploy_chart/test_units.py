@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sottovoce_rpc.server import _DRAIN_S, _GRACE_S
-from tests.deploy_chart.test_chart import _command, _parsed
+from tests.deploy_chart.test_chart import _options, _parsed
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/sottovoce/bin/sottovoce"
@@ -93,7 +93,7 @@ def test_the_real_command_line_takes_how_it_is_started(service: str, monkeypatch
 
     assert (program, command) == (PROGRAM, service)
     assert "%" not in line
-    assert set(set_there) <= {each.envvar for each in _command(command).params}
+    assert set(set_there) <= {each.envvar for each in _options(command)}
 
 
 @each_service

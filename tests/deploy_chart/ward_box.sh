@@ -9,7 +9,7 @@ sottovoce=/opt/sottovoce/bin/sottovoce
 
 # Each of them waits for up to 10 s.
 for _ in {1..12}; do
-  $sottovoce doctor $asked --eavesdropper localhost:7500 --learner localhost:7401 --learner localhost:7402 && well=1 && break
+  $sottovoce doctor $asked --eavesdropper localhost:7500 --learner-address localhost:7401 --learner-address localhost:7402 && well=1 && break
   systemctl is-failed $own && exit
 done
 [[ ${well:-} ]] || exit

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from sottovoce_client.cli.app import app
+from sottovoce_client.command_words import command_words
 from tests.docs.pages import FENCE, blocks
 
 ENDS = {"|", "||", "&&", "&", ";", "&;"}
@@ -73,12 +74,20 @@ def _tree() -> Any:
 
 def mistake(command: Named) -> str:
     """What of a command is not there; empty where all is."""
-    at, words = _tree(), list(command.words)
+    at, words = _tree(), command_words(command.words) or list(command.words)
+    before = list(command.words[: len(command.words) - len(words)])
     while hasattr(at, "commands") and words and not words[0].startswith("-"):
         if words[0] not in at.commands:
             return "" if not command.whole and STANDS_FOR_ANY.fullmatch(words[0]) else f"no command {words[0]!r}"
         at = at.commands[words.pop(0)]
-    options = {name: each for each in at.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
+    words += before
+    own = {flag for each in at.params for flag in each.opts}
+    shared = [
+        each for each in _tree().params if each.name in {*getattr(at, "uses", ()), "profile"} and not own & {*each.opts}
+    ]
+    options = {
+        name: each for each in [*at.params, *shared] for name in (*each.opts, *each.secondary_opts) if name[0] == "-"
+    }
     places, given = [each for each in at.params if each.param_type_name == "argument"], list[str]()
     seen = set[str]()
     while words:

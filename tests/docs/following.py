@@ -22,7 +22,7 @@ from tests.docs.shell import Shell, shell
 INIT = {"docs/starting.md"}
 """Pages whose commands write `wards.yaml`."""
 
-BY_CHANCE = re.compile(r"sottovoce (?:audit --from|watch) ")
+BY_CHANCE = re.compile(r"sottovoce (?:audit --captures|watch) ")
 """What looks at noise that no seed decides, and so may accuse a correct run, seldom: its exit code 1 is an answer, too."""
 
 

@@ -33,15 +33,13 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     },
     "docs/audit.md": {
         "sottovoce audit ring.yaml": Why.LONG,
-        "sottovoce audit --from audit": Why.LONG,
+        "sottovoce audit --captures audit": Why.LONG,
         "sottovoce demo": Why.TWICE,
-        "sottovoce audit --from demo": Why.TWICE,
+        "sottovoce audit --captures demo": Why.TWICE,
     },
     "docs/away.md": {"sottovoce runs": Why.GOES_ON},
     "docs/budget.md": {
         "sottovoce budget wards.yaml": Why.TWICE,
-        "sottovoce calibrate wards.yaml": Why.TWICE,
-        "sottovoce tradeoff wards.yaml": Why.TWICE,
     },
     "docs/comparison.md": {"sottovoce compare": Why.LONG},
     "docs/console.md": {"pip install": Why.INSTALLED},
@@ -88,7 +86,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/policy.md": {"sottovoce learner": Why.ELSEWHERE},
     "docs/python.md": {"sottovoce simulate": Why.TWICE, "sottovoce plot wards": Why.TWICE},
     "docs/scale.md": {"pip install": Why.INSTALLED, "dask": Why.ELSEWHERE, "sottovoce sweep": Why.ELSEWHERE},
-    "docs/schema.md": {"sottovoce schema infer": Why.YOURS},
+    "docs/schema.md": {"sottovoce init --schema-only": Why.YOURS},
     "docs/selftest.md": {"sottovoce lab power": Why.LONG},
     "docs/systemd.md": {
         "python3": Why.ROOT,

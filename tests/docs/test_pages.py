@@ -107,8 +107,8 @@ def test_commands_are_found_and_held_against_the_command_line() -> None:
 ```sh
 A=1 sottovoce audit wards.yaml --runs 3 \\
   --seed 1 > out.txt && sottovoce audit a b c   # sottovoce nothing
-sottovoce calibrate wards.yaml --epsilon
-sottovoce runs show
+sottovoce budget wards.yaml --target
+sottovoce runs stop
 ```
 """
     assert {str(each): mistake(each) for each in named(page)} == {
@@ -119,8 +119,8 @@ sottovoce runs show
         "sottovoce audit SPEC --runs 10 --threat wire --alarm 5": "no option --alarm",
         "sottovoce audit wards.yaml --runs 3 --seed 1": "",
         "sottovoce audit a b c": "takes 1 arguments, got a b c",
-        "sottovoce calibrate wards.yaml --epsilon": "--epsilon needs a value",
-        "sottovoce runs show": "needs 1 arguments",
+        "sottovoce budget wards.yaml --target": "--target needs a value",
+        "sottovoce runs stop": "needs 1 arguments",
     }
 
 

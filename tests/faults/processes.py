@@ -105,7 +105,7 @@ def command(arguments: list[str]) -> None:
 
 def learners(configs: list[LearnerConfig]) -> None:
     """Learners in one process, each with a port of its own: by the command line they would have others after a death."""
-    _serve(lambda: serve(configs), "info")
+    _serve(lambda: serve(configs))
 
 
 def _begin(work: Callable[[], None], out: str, err: str, point: Point | None) -> None:

@@ -275,7 +275,7 @@ async def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
 
 async def _repaired(stage: Stage, name: str) -> float:
     """By the command. Where it cannot know what was spent, its owner would have to say so: that charges nothing by itself."""
-    arguments = ["ledger", "repair", str(stage.state), "--learner", name]
+    arguments = ["ledger", "--repair", "--state", str(stage.state), "--learner", name]
     process = Process(partial(command, arguments), stage.folder / f"repair-{name}")
     await asyncio.wait_for(process.over(), ENDING_S)
     if process.code == 2 and "--charge" in process.words:

@@ -84,7 +84,7 @@ def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
     try:
         assert holds(folder) == whole
     except DataError as error:
-        return any(way_out in str(error) for way_out in ("ledger repair", "newer Sottovoce", "ledger moved"))
+        return any(way_out in str(error) for way_out in ("ledger --repair", "newer Sottovoce", "ledger --moved"))
     return False
 
 
@@ -160,7 +160,7 @@ def test_every_file_emptied_or_overwritten(folder: Path, change: Change) -> None
 def test_every_file_lost(folder: Path, lost: str) -> None:
     path = folder / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(DataError, match=r"ledger repair .* charges what may have been spent, at most ") as caught:
+    with pytest.raises(DataError, match=r"ledger --repair .* charges what may have been spent, at most ") as caught:
         open_run(folder, "run-c")
     assert str(path.parent if path.suffix == ".log" else path) in str(caught.value)
 
@@ -242,7 +242,7 @@ def test_every_byte_of_a_log_with_a_snapshot(tmp_path: Path) -> None:
                     assert noticed_or_whole(tmp_path, whole), (path.name, k)
         aside = path.with_name("aside")
         path.rename(aside)
-        with pytest.raises(DataError, match=r"ledger repair .* charges what may have been spent, at most "):
+        with pytest.raises(DataError, match=r"ledger --repair .* charges what may have been spent, at most "):
             holds(tmp_path)
         aside.rename(path)
     assert holds(tmp_path) == whole
@@ -272,7 +272,7 @@ def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> 
             path.unlink()
         for path, raw in before.items():
             path.write_bytes(raw)
-        with pytest.raises(DataError, match="ledger repair"):
+        with pytest.raises(DataError, match="ledger --repair"):
             holds(tmp_path)
 
 

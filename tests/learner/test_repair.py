@@ -146,12 +146,12 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     own_ledger(copy, NAME, Console(file=out))
     assert f"ann goes on from {copy}: 2 runs, ε {2 * PRICE + 3 * PRICE:g} in all\n" in out.getvalue()
     assert (
-        f"charge that before the learner starts: sottovoce ledger repair {copy} --learner ann --charge"
+        f"charge that before the learner starts: sottovoce ledger --repair --state {copy} --learner ann --charge"
         in out.getvalue()
     )
     assert open_run(copy, "run-b").spent == 3 * PRICE
     cut(copy / LOG)
-    with pytest.raises(DataError, match="ledger repair"):
+    with pytest.raises(DataError, match="ledger --repair"):
         moved(copy, NAME)
     with pytest.raises(DataError, match="there is no ledger of 'bo'"):
         moved(copy, "bo")

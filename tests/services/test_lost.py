@@ -332,7 +332,8 @@ async def test_learners_that_were_set_back_together_are_known_by_the_capture(
     assert unanswered.code() is grpc.StatusCode.UNAVAILABLE
     assert re.search(
         rf"each learner must have all rounds of run '{run_id}' in its log that were captured, got "
-        r"ann \(2\d of 4\d rounds\), ben \(2\d of 4\d rounds\), cleo .*`sottovoce ledger repair FOLDER --learner NAME --charge",
+        r"ann \(2\d of 4\d rounds\), ben \(2\d of 4\d rounds\), cleo .*"
+        "`sottovoce ledger --repair --state FOLDER --learner NAME --charge",
         old,
     )
     assert max(said) <= 22

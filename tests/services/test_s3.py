@@ -377,7 +377,7 @@ async def test_a_run_whose_eavesdropper_is_killed_is_there_but_for_gaps_that_are
     said = {sender: set[int]().union(*(heard(killed)[way] for way in WAYS if way[0] == sender)) for sender, _ in WAYS}
     sent = len(WAYS) * ROUNDS  # an audit leaves a run out of which less was heard
     whole = killed.totals()[0] >= sent and all(len(rounds) == ROUNDS for rounds in said.values())
-    audit = await ours("audit", "--from", place, "--out", str(tmp_path / "audit"))
+    audit = await ours("audit", "--captures", place, "--out", str(tmp_path / "audit"))
     assert audit.returncode == int(whole), audit.stdout + audit.stderr
     told = json.loads((tmp_path / "audit" / "audit.json").read_text())
     assert told["captures_sha256"] == {

@@ -77,7 +77,7 @@ def wrong_in(stage: Stage, rounds: int) -> list[str]:
     wrong = [] if capture.complete else ["the capture is not complete"]
     transcript = capture.transcript(capture.shapes, len(LEARNERS))
     wrong += [] if transcript.rounds == rounds else [f"the transcript has {transcript.rounds} of {rounds} rounds"]
-    audit = [sys.executable, "-m", "sottovoce_client", "audit", "--from", str(place)]
+    audit = [sys.executable, "-m", "sottovoce_client", "audit", "--captures", str(place)]
     done = subprocess.run([*audit, "--out", str(stage.folder / "audit")], capture_output=True, text=True, check=False)
     wrong += [] if done.returncode == 0 else [f"the audit ends with {done.returncode}:\n{done.stdout}{done.stderr}"]
     return wrong

@@ -1,4 +1,4 @@
-"""`sottovoce audit --from`: an audit of traffic that was recorded earlier, of one world or of two."""
+"""`sottovoce audit --captures`: an audit of traffic that was recorded earlier, of one world or of two."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def told(heard: Overheard, payload: bytes) -> Overheard:
 # ---- captures --------------------------------------------------------------------------------------------------------
 
 Ledger = Mapping[int, Entry] | None
-_GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --from ..."
+_GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --captures ..."
 
 
 def _from_captures(
@@ -344,7 +344,7 @@ def _spec(document: Document, where: str, given: RunSpec | None) -> RunSpec:
     if given is None:
         if named := code_to_import(document):
             raise SpecError(
-                f"{where} names code to import, {named!r}: give the SPEC beside --from, if you trust that code"
+                f"{where} names code to import, {named!r}: give the SPEC beside --captures, if you trust that code"
             )
         return parse_spec(document, source=where, imports=False)
     heard = parse_spec(document, source=where, imports=code_to_import(given.model_dump(mode="json")) is not None)
@@ -412,7 +412,7 @@ def _require_no_canaries(place: str) -> None:
         SpecError: there are some beside the captures.
     """
     if (found := canaries_beside(place)) is not None:
-        raise SpecError(f"this run had canaries in its records ({found}): watch it with sottovoce watch --canaries")
+        raise SpecError(f"this run had canaries in its records ({found}): watch it with sottovoce watch --canary-file")
 
 
 def require_heard(threat: ThreatModel) -> None:

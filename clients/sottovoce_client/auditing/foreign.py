@@ -182,7 +182,7 @@ def _command(asked: ForeignRequest) -> str:
         "--run-is": asked.run_is,
         "--claim": None if math.isinf(asked.claim) else f"{asked.claim:g}",
         "--delta": f"{asked.delta:g}" if asked.delta else None,
-        "--noise": asked.noise,
+        "--noise-law": asked.noise,
         "--confidence": f"{asked.confidence:g}",
         "--seed": asked.seed,
     }

@@ -151,7 +151,7 @@ def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, lo
     except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
-        more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
+        more = f"; what they said is kept: sottovoce audit --captures {folder / 'captures'}" if done else ""
         raise kind(f"{done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
 
 

@@ -58,7 +58,7 @@ def require_promised(spec: RunSpec, captures: Sequence[Capture], place: Folder |
         if where := list(islice(_differences(promised(spec), promised(found)), _NAMED)):
             raise CaptureError(
                 f"{captures[0].name} and {path} must be of the same run spec, and differ in {'; '.join(where)}: one of them was "
-                f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --from ..."
+                f"changed, and neither is signed. Give the spec that you were told: sottovoce audit SPEC --captures ..."
             )
 
 

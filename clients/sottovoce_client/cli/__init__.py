@@ -8,59 +8,23 @@ from importlib import import_module
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.optional import get_extra
 from sottovoce.text import plain_lines
-from sottovoce_client.cli.app import (
-    INTERRUPTED,
-    app,
-    data_app,
-    eavesdropper_app,
-    ledger_app,
-    models_app,
-    pki_app,
-    policy_app,
-    runs_app,
-    schema_app,
-    spec_app,
-    transcript_app,
-)
+from sottovoce_client.cli.app import INTERRUPTED, app
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
-from sottovoce_client.cli import starting as starting
+from sottovoce_client.cli import specs as specs
 from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
-from sottovoce_client.cli import data as data
 from sottovoce_client.cli import feeding as feeding
-from sottovoce_client.cli import models as models
-from sottovoce_client.cli import transcripts as transcripts
+from sottovoce_client.cli import results as results
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
-from sottovoce_client.cli import console as console
 from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
-from sottovoce_client.cli import specs as specs
-from sottovoce_client.cli import schemas as schemas
 # isort: on
 
-__all__ = [
-    "app",
-    "auditing",
-    "console",
-    "data",
-    "experiments",
-    "feeding",
-    "main",
-    "models",
-    "operating",
-    "pki",
-    "privacy",
-    "runs",
-    "schemas",
-    "services",
-    "specs",
-    "starting",
-    "transcripts",
-]
+__all__ = ["app", "main"]
 
 
 def _add_laboratory() -> None:
@@ -79,17 +43,7 @@ def _require_laboratory() -> None:
     raise SpecError(f"`sottovoce lab` needs the package sottovoce_lab, which is not installed: {get_extra('audit')}")
 
 
-app.add_typer(data_app, name="data", rich_help_panel="Runs")
-app.add_typer(models_app, name="models", rich_help_panel="Runs")
-app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
-app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
-app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
-app.add_typer(pki_app, name="pki", rich_help_panel="Services")
-app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
-app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
 _add_laboratory()
-app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
-app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
 
 def main(*, service: bool = False) -> None:

@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.text import plain
 from sottovoce_client.cli import completing
+from sottovoce_client.cli.common_options import (
+    DEFAULT_COORDINATOR,
+    SERVICE,
+    Commands,
+    Group,
+    read_config,
+    read_profile,
+    takes,
+    using,
+)
+from sottovoce_client.command_words import command_words
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -56,26 +66,13 @@ def _of_ctrl_c(error: BaseException | None) -> bool:
 
 
 _PREFIX = "SOTTOVOCE_"
-VARIABLES = frozenset(
-    _PREFIX + name
-    for name in (
-        *("ADVERTISE", "ADVERTISE_HOST", "ALLOW_IMPORTS", "AUTHORITY", "BUDGET", "CAPTURES", "CONFIG", "COORDINATOR"),
-        *("COORDINATOR_STATE", "DATA", "EAVESDROPPER", "FEEDER", "FEED_PASSWORD", "FEED_USER", "HOST", "IDENTITY"),
-        *("INSECURE", "JOIN_TIMEOUT", "KEEP_LOG", "LEARNER", "LISTEN", "LOG_FORMAT", "LOG_LEVEL", "METRICS"),
-        *(
-            "METRICS_PROCESS",
-            "NAME",
-            "NOISE",
-            "NOISE_SEED",
-            "OWNER",
-            "POLICY",
-            "SOURCE",
-            "STATE",
-            "TRACE",
-            "TRACE_EVERY",
-        ),
-    )
+_NAMES = (
+    "ADVERTISE ADVERTISE_HOST ALLOW_IMPORTS AUTHORITY BUDGET CAPTURES CONFIG COORDINATOR COORDINATOR_STATE DATA "
+    "EAVESDROPPER FEEDER FEED_PASSWORD FEED_USER HOST IDENTITY INSECURE JOIN_TIMEOUT KEEP_LOG LEARNER LISTEN "
+    "LOG_FORMAT LOG_LEVEL METRICS METRICS_PROCESS NAME NOISE NOISE_SEED OWNER POLICY PROFILE SOURCE STATE TRACE "
+    "TRACE_EVERY"
 )
+VARIABLES = frozenset(_PREFIX + name for name in _NAMES.split())
 """Environment variables that are read, by any command."""
 _SERVICE_LINK = re.compile(
     r"\w+?(_SERVICE_HOST=.+|_SERVICE_PORT(_\w+)?=\d+|_PORT(_\d+_(TCP|UDP|SCTP))?=\w+://.+"
@@ -111,7 +108,7 @@ def require_variables(environment: Mapping[str, str]) -> list[str]:
     return others
 
 
-class _Sottovoce(TyperGroup):
+class _Sottovoce(Group):
     """All commands; Ctrl-C ends them in a line, whatever version of Typer would say of it."""
 
     def make_context(self, *words: Any, **more: Any) -> Any:
@@ -134,11 +131,11 @@ class _Sottovoce(TyperGroup):
                     _made.pop().rmdir()
 
 
-class _Application(typer.Typer):
+class _Application(Commands):
     """Builds the options of the called command alone: those of all commands take a third of the time of a start."""
 
     def __call__(self, args: Sequence[str] | None = None, **more: Any) -> Any:
-        asked, first = copy.copy(self), [*(sys.argv[1:] if args is None else args), ""][0]
+        asked, first = copy.copy(self), [*command_words(sys.argv[1:] if args is None else args), ""][0]
         asked.registered_commands = [each for each in self.registered_commands if _name(each) == first]
         asked.registered_groups = [each for each in self.registered_groups if each.name == first]
         known = asked.registered_commands or asked.registered_groups
@@ -184,6 +181,61 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def address(
+    *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
+) -> Any:
+    """An option that is an address, or a list of them; as `typer.Option`.
+
+    Args:
+        flags, options: as of `typer.Option`.
+        listen: whether it is to be listened on.
+        check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
+    """
+    return typer.Option(*flags, callback=_required_address(listen, check), **options)
+
+
+def _required_address(listen: bool = False, check: Callable[[str, str], object] | None = None) -> Any:
+    """Callback of an option that is an address."""
+
+    def held(parameter: typer.CallbackParam, value: Any) -> Any:
+        from sottovoce_rpc.addresses import require_address
+
+        what, wrong = parameter.opts[0], list[str]()
+        for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            try:
+                if check is None:
+                    require_address(each, what, listen=listen)
+                else:
+                    check(each, what)
+            except SpecError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise SpecError("\n".join(wrong))
+        # What is done with None there differs between versions of typer.
+        return [] if value is None and getattr(parameter, "multiple", False) else value
+
+    return held
+
+
+def real(*flags: str, least: float, most: float, **options: Any) -> Any:
+    """An option that is a number from `least` to `most`; as `typer.Option`, some versions of which take not-a-number, too."""
+
+    def held(parameter: typer.CallbackParam, value: float | None) -> float | None:
+        if value is not None and math.isnan(value):
+            raise SpecError(f"{parameter.opts[0]} must be a number from {least:g} to {most:g}, got nan")
+        return value
+
+    return typer.Option(*flags, min=least, max=most, callback=held, **options)
+
+
+def _shared(name: str, help_: str, *, variable: bool = True, **more: Any) -> Any:
+    """An option of every command."""
+    more["envvar"] = f"{_PREFIX}{name.upper().replace('-', '_')}" if variable else None
+    return typer.Option(
+        f"--{name}", help=help_, rich_help_panel="Options of every command, before it or after it", **more
+    )
+
+
 @app.callback()
 def _sottovoce(
     version: Annotated[
@@ -195,22 +247,92 @@ def _sottovoce(
             help="Print the version, and the formats of wire, specs and captures.",
         ),
     ] = False,
+    as_json: Annotated[
+        bool, _shared("json", "Print the result as JSON, for programs; words go to standard error.", variable=False)
+    ] = False,
+    coordinator: Annotated[
+        str | None,
+        _shared(
+            "coordinator",
+            "Address of the coordinator.",
+            callback=_required_address(),
+            show_default=DEFAULT_COORDINATOR,
+        ),
+    ] = None,
+    identity: Annotated[
+        Path | None,
+        _shared(
+            "identity",
+            "Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
+            "learners in one process: the folder with a folder learner-NAME for each.",
+            show_default="none: this machine only",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        _shared(
+            "insecure",
+            "Without an identity, use unencrypted channels to other machines, too: anybody in between may do anything.",
+        ),
+    ] = False,
+    allow_imports: Annotated[
+        bool,
+        _shared(
+            "allow-imports",
+            "Import code that a run spec names (module:Class). A user who starts a run can then run any installed code.",
+        ),
+    ] = False,
+    log_level: Annotated[
+        str | None, _shared("log-level", "debug, info, warning or error.", show_default="info")
+    ] = None,
+    log_format: Annotated[
+        Literal["auto", "json", "people"],
+        _shared("log-format", "How logs are written; auto: for people on a terminal, as JSON elsewhere."),
+    ] = "auto",
+    profile: Annotated[
+        str | None,
+        _shared(
+            "profile",
+            "Take values for these options from the file sottovoce/NAME.yaml in your configuration folder.",
+            metavar="NAME",
+            is_eager=True,
+            callback=read_profile,
+            show_default="none",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _shared(
+            "config",
+            "Of a service: YAML file with values for its options; the command line and the environment win.",
+            is_eager=True,
+            callback=read_config,
+            show_default="none",
+        ),
+    ] = None,
+    stop_with_stdin: Annotated[
+        bool,
+        _shared("stop-with-stdin", "Of a service: stop when standard input ends.", variable=False, hidden=True),
+    ] = False,
 ) -> None:
-    """What stands before any command."""
+    """The options of every command."""
 
 
-data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
-schema_app = typer.Typer(
-    no_args_is_help=True, help="What the fields of a record may say: draft a schema, check it and records against it."
+def _group(name: str, panel: str, **more: Any) -> Commands:
+    made = Commands(**{"no_args_is_help": not more.get("invoke_without_command"), **more})
+    app.add_typer(made, name=name, rich_help_panel=panel)
+    return made
+
+
+data_app = _group("data", "Runs", help="Data sets that have a name: list, fetch and describe them.")
+models_app = _group("models", "Runs", help="A learner's model as a file, and what handing it out costs.")
+runs_app = _group("runs", "Runs", help="Show the runs of a coordinator, stop them, take them up again.")
+transcript_app = _group("transcript", "Runs", help="Look into recorded or simulated messages.")
+eavesdropper_app = _group(
+    "eavesdropper", "Services", cls=using(Group, *SERVICE), epilog=takes(*SERVICE), invoke_without_command=True
 )
-spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs, and what follows from them.")
-eavesdropper_app = typer.Typer(invoke_without_command=True)
-pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
-ledger_app = typer.Typer(invoke_without_command=True)
-policy_app = typer.Typer(no_args_is_help=True, help="What a learner's owner allows: print it, hold a run against it.")
-runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
-models_app = typer.Typer(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
-transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
+pki_app = _group("pki", "Services", help="Identities: a certificate authority of your own.")
+spec_app = _group("spec", "Specs", help="Check and print run specs, and values of the Helm chart.")
 
 SpecFile = Annotated[
     Path,
@@ -243,109 +365,15 @@ Export = Annotated[
         autocompletion=completing.several(("csv", "latex", "svg", "pdf", "png")),
     ),
 ]
-LiveRounds = Annotated[
-    int | None,
-    typer.Option(
-        "--rounds", min=1, max=2**27, help="Of live records: over so many rounds.", show_default="those of the spec"
-    ),
-]
-LiveRecords = Annotated[
-    float | None,
-    typer.Option(
-        "--records",
-        help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned from.",
-        show_default="1",
-    ),
-]
-
-
-def address(
-    *flags: str, listen: bool = False, check: Callable[[str, str], object] | None = None, **options: Any
-) -> Any:
-    """An option that is an address, or a list of them; as `typer.Option`.
-
-    Args:
-        flags, options: as of `typer.Option`.
-        listen: whether it is to be listened on.
-        check: raises `SpecError` for what is none, given that and the option's name; None: it is of a service of ours.
-    """
-
-    def held(parameter: typer.CallbackParam, value: Any) -> Any:
-        from sottovoce_rpc.addresses import require_address
-
-        what, wrong = parameter.opts[0], list[str]()
-        for each in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            try:
-                if check is None:
-                    require_address(each, what, listen=listen)
-                else:
-                    check(each, what)
-            except SpecError as error:
-                wrong.append(str(error))
-        if wrong:
-            raise SpecError("\n".join(wrong))
-        # What is done with None there differs between versions of typer.
-        return [] if value is None and getattr(parameter, "multiple", False) else value
-
-    return typer.Option(*flags, callback=held, **options)
-
-
-def real(*flags: str, least: float, most: float, **options: Any) -> Any:
-    """An option that is a number from `least` to `most`; as `typer.Option`, some versions of which take not-a-number, too."""
-
-    def held(parameter: typer.CallbackParam, value: float | None) -> float | None:
-        if value is not None and math.isnan(value):
-            raise SpecError(f"{parameter.opts[0]} must be a number from {least:g} to {most:g}, got nan")
-        return value
-
-    return typer.Option(*flags, min=least, max=most, callback=held, **options)
-
-
 Listen = Annotated[
     str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
-]
-Coordinator = Annotated[str, address(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
-HERE = "127.0.0.1:7400"
-"""Where a coordinator of this machine listens, if nobody says where."""
-AllowImports = Annotated[
-    bool,
-    typer.Option(
-        "--allow-imports",
-        envvar="SOTTOVOCE_ALLOW_IMPORTS",
-        help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
-    ),
 ]
 KeepLog = Annotated[
     bool,
     typer.Option(
         "--keep-log",
         envvar="SOTTOVOCE_KEEP_LOG",
-        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --log`.",
-    ),
-]
-IdentityFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--identity",
-        envvar="SOTTOVOCE_IDENTITY",
-        help="Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
-        "learners in one process: the folder with a folder learner-NAME for each.",
-        show_default="none: this machine only",
-    ),
-]
-Insecure = Annotated[
-    bool,
-    typer.Option(
-        "--insecure",
-        envvar="SOTTOVOCE_INSECURE",
-        help="Without an identity, speak in the clear to other machines, too: anybody in between may do anything.",
-    ),
-]
-LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
-LogFormat = Annotated[
-    Literal["auto", "json", "people"],
-    typer.Option(
-        envvar="SOTTOVOCE_LOG_FORMAT", help="How logs are written; auto: for people on a terminal, as JSON elsewhere."
+        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --state`.",
     ),
 ]
 Metrics = Annotated[
@@ -360,40 +388,6 @@ Metrics = Annotated[
         show_default="none",
     ),
 ]
-
-
-def _apart(context: typer.Context, asked: bool) -> bool:
-    """Callback of `--json`: the result has standard output to itself until the command ends."""
-    if asked:
-        from sottovoce_client.terminal import json_apart
-
-        context.with_resource(json_apart())
-    return asked
-
-
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", callback=_apart, help="Print the result as JSON, for programs; words go to standard error."),
-]
-"""Commands `tell` their result, which is heard where this was asked for."""
-StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
-
-
-def _config(context: typer.Context, path: Path | None) -> Path | None:
-    """Defaults from a file: weaker than flags and environment."""
-    if path is not None:
-        from sottovoce.yaml_files import document_of, text_of
-
-        text = text_of(path, "a configuration")
-        says = any(line and not line.startswith("#") for line in map(str.strip, text.splitlines()))
-        defaults = dict(document_of(text, str(path), "a configuration")) if says else {}
-        known = {parameter.name for parameter in context.command.params}
-        if unknown := sorted(map(str, defaults.keys() - known)):
-            raise SpecError(
-                f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
-            )
-        context.default_map = {**(context.default_map or {}), **defaults}
-    return path
 
 
 def _backend(backend: str, _: str) -> None:
@@ -418,23 +412,13 @@ Canaries = Annotated[
     typer.Option(
         min=0,
         max=MOST,
-        help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        envvar="SOTTOVOCE_CONFIG",
-        is_eager=True,
-        callback=_config,
-        help="YAML file with values for these options; flags and environment win.",
+        help="Hide so many coins in the records, for watch --canary-file to guess. They replace records, so they cost accuracy.",
     ),
 ]
 
 
-def levels(text: str, least: int = 1) -> tuple[float, ...]:
-    """What `--epsilons 1,2,5` says: ascending, each once.
+def levels(text: str, least: int = 1, option: str = "--epsilons") -> tuple[float, ...]:
+    """Privacy levels, such as 1,2,5: ascending, each once.
 
     Raises:
         SpecError: not numbers above 0, or fewer than `least`.
@@ -442,11 +426,11 @@ def levels(text: str, least: int = 1) -> tuple[float, ...]:
     try:
         found = sorted({float(part) for part in text.split(",")})
     except ValueError:
-        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
+        raise SpecError(f"{option} must be numbers with commas between them, got {text!r}") from None
     if not all(0 < level < math.inf for level in found):
-        raise SpecError(f"--epsilons must be above 0 and finite, got {text!r}")
+        raise SpecError(f"{option} must be above 0 and finite, got {text!r}")
     if len(found) < least:
-        raise SpecError(f"--epsilons must be at least {least} different levels, got {len(found)}: {text!r}")
+        raise SpecError(f"{option} must be at least {least} different levels, got {len(found)}: {text!r}")
     return tuple(found)
 
 

@@ -18,11 +18,6 @@ from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
     SERVED,
-    AllowImports,
-    AsJson,
-    IdentityFolder,
-    Insecure,
-    LogLevel,
     WorkedOnBy,
     address,
     app,
@@ -31,6 +26,7 @@ from sottovoce_client.cli.app import (
     real,
     results_of,
 )
+from sottovoce_client.cli.common_options import NETWORK, common
 
 if TYPE_CHECKING:
     from sottovoce.experiment import Prepared
@@ -48,7 +44,7 @@ def audit(
         Path | None,
         typer.Argument(
             metavar="SPEC",
-            help="The run spec. Not needed with --from.",
+            help="The run spec. Not needed with --captures.",
             show_default=False,
             autocompletion=completing.spec_files,
         ),
@@ -83,7 +79,9 @@ def audit(
     ] = "simulator",
     captures: Annotated[
         str | None,
-        typer.Option("--from", metavar="CAPTURES", help="Captures of earlier runs: a folder.", rich_help_panel=_WHERE),
+        typer.Option(
+            metavar="FOLDER", help="Captures of earlier runs, in place of runs made here.", rich_help_panel=_WHERE
+        ),
     ] = None,
     backend: WorkedOnBy = "processes",
     jobs: Annotated[
@@ -119,7 +117,6 @@ def audit(
         str | None,
         typer.Option(help="At which neighbour.", show_default="the first that hears it", rich_help_panel=_SWAP),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
@@ -145,9 +142,9 @@ def audit(
     if captures is not None:
         raise typer.Exit(_from(captures, asked, given, out))
     if given is None:
-        raise SpecError("audit needs a SPEC, or --from CAPTURES")
+        raise SpecError("audit needs a SPEC, or --captures FOLDER")
     prepared = prepared_from(given)
-    # Captures of other runs are what `--from` would take for the audit's own.
+    # Captures of other runs are what `--captures` would take for the audit's own.
     folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
@@ -169,10 +166,12 @@ def _require_heeded(
     """
     if captures is not None and (runs is not None or on != "simulator"):
         raise SpecError(
-            "--from audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
+            "--captures audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
         )
     if backend != "processes" and (captures is not None or on != "simulator"):
-        raise SpecError(f"--backend works on simulated runs: it goes with neither --from nor --on {on}, got {backend}")
+        raise SpecError(
+            f"--backend works on simulated runs: it goes with neither --captures nor --on {on}, got {backend}"
+        )
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
@@ -250,7 +249,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
     return code
 
 
-@app.command(rich_help_panel="Privacy")
+@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports", "log_level", *NETWORK))
 def watch(
     capture: Annotated[
         str | None,
@@ -268,7 +267,8 @@ def watch(
     ] = None,
     alpha: Annotated[float, real(least=1e-12, most=0.999999, help="The chance of a false alarm.")] = 0.001,
     canaries: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run's canaries.json: guess its coins, too.")
+        Path | None,
+        typer.Option("--canary-file", metavar="FILE", help="The run's canaries.json: guess its coins, too."),
     ] = None,
     commitment: Annotated[
         str | None, typer.Option(metavar="SHA256", help="Of FILE.", show_default="commitment.json beside it")
@@ -279,10 +279,10 @@ def watch(
         Path | None,
         typer.Option(metavar="FILE", help="Noise of this deployment's runs before, kept here: none may be said again."),
     ] = None,
-    log: Annotated[
+    state: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="STATE",
+            metavar="FOLDER",
             help="State folder of learners, whose logs say what they learned; repeatable. For live records: start learners with "
             "--keep-log.",
             show_default="data.source of the spec",
@@ -291,26 +291,20 @@ def watch(
     metrics: Annotated[
         str | None, address(listen=True, metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
 
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here, or the
-    learners' logs (--log).
+    learners' state folders (--state).
     """
     from sottovoce_client.watching.watch import WatchRequest, where
     from sottovoce_client.watching.watch import watch as follow
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.logs import configure_logs
 
-    configure_logs(log_level)
-    logs = tuple(log or ())
+    configure_logs(common().log_level or "info")
+    logs = tuple(state or ())
     question = WatchRequest(
-        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, allow_imports
+        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, common().allow_imports
     )
-    source = where(capture, eavesdropper, run, Credentials(identity, insecure), once=once)
+    source = where(capture, eavesdropper, run, common().credentials, once=once)
     raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))

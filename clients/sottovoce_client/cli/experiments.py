@@ -11,7 +11,6 @@ from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
-    AsJson,
     Cautious,
     Export,
     SpecFile,
@@ -31,7 +30,7 @@ def sweep(
             "--set", metavar="FIELD=V,V,...", help="Values of a field; repeat for every combination of several."
         ),
     ],
-    seeds: Annotated[int, typer.Option(min=1, max=MOST, help="Repetitions of each combination.")] = 20,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each combination.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
@@ -42,7 +41,6 @@ def sweep(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("sweep")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
@@ -67,7 +65,7 @@ def sweep(
             Cautious(),
             experiment,
             wanted,
-            seeds,
+            replicas,
             **options,
             say=say,
         )
@@ -128,7 +126,6 @@ def plot(
     ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Draw what simulate, sweep or compare wrote: one figure for every metric, a line for every file.
 

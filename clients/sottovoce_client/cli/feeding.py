@@ -13,15 +13,11 @@ import typer
 from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
-    AllowImports,
-    AsJson,
-    IdentityFolder,
-    Insecure,
-    LogLevel,
     address,
     app,
     real,
 )
+from sottovoce_client.cli.common_options import NETWORK, common
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.broker import Feed, Source
@@ -88,7 +84,7 @@ def _help_for(scheme: str | None) -> None:
         raise typer.Exit
 
 
-@app.command("feed", rich_help_panel="Runs")
+@app.command("feed", rich_help_panel="Runs", uses=("as_json", *NETWORK, "allow_imports", "log_level"))
 def feed(
     context: typer.Context,
     sources: Annotated[
@@ -190,11 +186,6 @@ def feed(
     name: Annotated[
         str, typer.Option(help="Name of the learner: another one at the address is refused.", show_default="any")
     ] = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    log_level: LogLevel = "info",
-    as_json: AsJson = False,
 ) -> None:
     """Bring live records into a learner, each once. `--help-for kafka` prints the settings of one kind of URL."""
     from sottovoce_client.feeding.broker import PASSWORD_VARIABLE, Access, opened, secret_in
@@ -210,8 +201,9 @@ def feed(
     kind = _kind_of(url_feed, sources, format_)
     _require_fitting(context, _options_of(kind, url_feed), kind if url_feed is None else url_feed.name)
     prefix = "" if kind == "standard input" else source or ("http" if kind == "HTTP" else "")
-    in_the_clear = insecure and (kind != "HTTP" or identity is None)
-    target = Target(learner, prefix, name, identity, in_the_clear, patience, allow_imports)
+    shared = common()
+    in_the_clear = shared.insecure and (kind != "HTTP" or shared.identity is None)
+    target = Target(learner, prefix, name, shared.identity, in_the_clear, patience, shared.allow_imports)
     terms = Terms(tuple(map_ or ()), ignore_unknown, position, dead_letters)
     work: Work
     parts: Sequence[Part]
@@ -224,13 +216,13 @@ def feed(
             )
         work = feeding(nullcontext(parts), target, terms)
     elif kind == "HTTP":
-        work = _http_work(url_feed.source(first), target, terms, token_file, tls_cert, tls_key, insecure)
+        work = _http_work(url_feed.source(first), target, terms, token_file, tls_cert, tls_key, shared.insecure)
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else secret_in(password_file)
         access = Access(user, password, tls_ca, tls_cert, tls_key)
         own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
         work = feeding(opened(url_feed.source(first, **own)), target, terms)
-    raise typer.Exit(conduct(work, log_level))
+    raise typer.Exit(conduct(work, shared.log_level or "info"))
 
 
 def _require_fitting(context: typer.Context, own: Collection[str], called: str) -> None:

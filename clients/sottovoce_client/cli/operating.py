@@ -1,4 +1,4 @@
-"""What a coordinator knows: its runs and its learners."""
+"""A coordinator's runs and learners, and looks at services that run."""
 
 from __future__ import annotations
 
@@ -8,75 +8,57 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import HERE, AsJson, Coordinator, IdentityFolder, Insecure, address, app, runs_app
+from sottovoce.errors import SpecError
+from sottovoce_client.cli.app import address, app, runs_app
+from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, NETWORK, OPERATOR, common
 
 RunId = Annotated[
-    str, typer.Argument(metavar="RUN", help="As `runs list` shows it, or its beginning.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="As `runs show` lists it, or its beginning.", show_default=False)
 ]
 
 
-@runs_app.command("list")
-def list_runs(
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
+@runs_app.command("show", uses=OPERATOR)
+def show_runs(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Show this run: its id, or its beginning.", show_default="all runs"),
+    ] = "",
 ) -> None:
-    """The runs that the coordinator remembers, the newest first: several may be under way, each on learners of its own."""
+    """List the runs that the coordinator remembers, the newest first; or show one: its learners, rounds, epsilon, who is away."""
     from sottovoce_client.running import known
     from sottovoce_client.terminal import print_json
-    from sottovoce_rpc.credentials import Credentials
 
-    if as_json:
-        print_json(asyncio.run(known.run_documents(coordinator, credentials=Credentials(identity, insecure))))
+    coordinator, credentials = common().coordinator_or_local, common().credentials
+    if common().as_json:
+        found = asyncio.run(known.run_documents(coordinator, run, credentials))
+        print_json(found[0] if run else found)
+    elif run:
+        asyncio.run(known.show_run(coordinator, run, credentials=credentials))
     else:
-        asyncio.run(known.list_runs(coordinator, credentials=Credentials(identity, insecure)))
+        asyncio.run(known.list_runs(coordinator, credentials=credentials))
 
 
-@runs_app.command("show")
-def show_run(
-    run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-) -> None:
-    """One run, and how its learners stand: rounds, epsilon, who is away."""
+def _act(action: str, *words: str) -> None:
+    """Ask the coordinator for a function of `sottovoce_client.running.known`."""
     from sottovoce_client.running import known
-    from sottovoce_client.terminal import print_json
-    from sottovoce_rpc.credentials import Credentials
 
-    if as_json:
-        print_json(asyncio.run(known.run_documents(coordinator, run, Credentials(identity, insecure)))[0])
-    else:
-        asyncio.run(known.show_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    asyncio.run(getattr(known, action)(common().coordinator_or_local, *words, credentials=common().credentials))
 
 
-@runs_app.command("stop")
+@runs_app.command("stop", uses=OPERATOR)
 def stop_run(
     run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """End a run before its last round, for good: only a run that failed can be resumed. Other runs go on.
 
     Refused where it is over: it says how.
     """
-    from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
-
-    asyncio.run(known.stop_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    _act("stop_run", run)
 
 
-@runs_app.command("resume")
+@runs_app.command("resume", uses=OPERATOR)
 def resume_run(
     run: RunId,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Take up a run that failed: its learners go on where their logs end.
 
@@ -84,23 +66,16 @@ def resume_run(
     with, and that is said. Records that learners do not have yet must be brought again: `sottovoce run SPEC --resume RUN` takes
     the run up and brings them.
     """
-    from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
-
-    asyncio.run(known.resume_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    _act("resume_run", run)
 
 
 Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
 
 
-@runs_app.command("leave")
+@runs_app.command("leave", uses=OPERATOR)
 def leave_run(
     run: RunId,
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a run under way go on without a learner.
 
@@ -108,29 +83,19 @@ def leave_run(
     part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
     connected, or the algorithm's guarantee needs all learners.
     """
-    from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
-
-    asyncio.run(known.leave_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
+    _act("leave_run", run, learner)
 
 
-@runs_app.command("join")
+@runs_app.command("join", uses=OPERATOR)
 def join_run(
     run: RunId,
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
-    from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
-
-    asyncio.run(known.join_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
+    _act("join_run", run, learner)
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def status(
     folder: Annotated[
         Path | None,
@@ -149,17 +114,9 @@ def status(
             show_default="the newest, if possible under way",
         ),
     ] = "",
-    coordinator: Annotated[
-        str | None,
-        address(
-            envvar="SOTTOVOCE_COORDINATOR",
-            help="Address of the coordinator.",
-            show_default="the one in FOLDER; 127.0.0.1:7400 where nobody else is asked",
-        ),
-    ] = None,
     learner: Annotated[
         list[str] | None,
-        address(help="Address of a learner of yours; repeat for several.", show_default="none"),
+        address("--learner-address", help="Address of a learner of yours; repeat for several.", show_default="none"),
     ] = None,
     eavesdropper: Annotated[
         str | None,
@@ -169,16 +126,13 @@ def status(
             show_default="the one in FOLDER",
         ),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """One look at what goes on: the run, its rounds and pace, who is away, behind or has stopped, epsilon spent, faults.
 
     A coordinator and an eavesdropper answer operators, a learner its owner. What depends on records is there only where the run
     opted in. Exits with 1 if anything is wrong, an unreachable service included. `sottovoce console` goes on looking.
 
-    Example: sottovoce status --coordinator 127.0.0.1:7400 --learner 127.0.0.1:7401
+    Example: sottovoce status --coordinator 127.0.0.1:7400 --learner-address 127.0.0.1:7401
     """
     from sottovoce_client.running import status as looking
     from sottovoce_client.running.monitoring import Places
@@ -186,55 +140,50 @@ def status(
     from sottovoce_client.web.services import Asked
     from sottovoce_rpc.credentials import Credentials
 
+    coordinator = common().coordinator
     if folder is None and not (coordinator or learner or eavesdropper):
-        coordinator = HERE
-    places = Places(coordinator or "", eavesdropper or "", identity)
+        coordinator = DEFAULT_COORDINATOR
+    places = Places(coordinator or "", eavesdropper or "", common().identity)
     if folder is not None:
         places = Asked(folder, places).now()
-    who = Credentials(places.identity, insecure)
+    who = Credentials(places.identity, common().insecure)
     found = asyncio.run(looking.look(looking.Asked(places, tuple(learner or ()), run, who)))
-    if as_json:
+    if common().as_json:
         print_json(looking.document(found))
     else:
         looking.show(found)
     raise typer.Exit(1 if found.faults else 0)
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def rebind(
     learner: Learner,
-    coordinator: Coordinator = HERE,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
     What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
     """
-    from sottovoce_client.running import known
-    from sottovoce_rpc.credentials import Credentials
-
-    asyncio.run(known.rebind(coordinator, learner, credentials=Credentials(identity, insecure)))
+    _act("rebind", learner)
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=OPERATOR)
 def doctor(
-    coordinator: Annotated[str | None, address(help="Address of a coordinator.", show_default="none")] = None,
     eavesdropper: Annotated[str | None, address(help="Address of an eavesdropper.", show_default="none")] = None,
     learner: Annotated[
-        list[str] | None, address(help="Address of a learner; repeat for several.", show_default="none")
+        list[str] | None,
+        address("--learner-address", help="Address of a learner; repeat for several.", show_default="none"),
     ] = None,
     metrics: Annotated[
         list[str] | None,
-        address(help="Where a service tells metrics (its --metrics); repeat for several.", show_default="none"),
+        address(
+            "--metrics-address",
+            help="Where a service serves metrics (its --metrics); repeat for several.",
+            show_default="none",
+        ),
     ] = None,
     state: Annotated[
         list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Say what of a deployment is not as it must be, seen from here, and what to do: identity, services, clocks, folders.
 
@@ -242,12 +191,59 @@ def doctor(
     """
     from sottovoce_client import terminal
     from sottovoce_client.doctor import Patient, examine, show
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.principals import Role
 
-    given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
+    given = (
+        (Role.COORDINATOR, [common().coordinator]),
+        (Role.EAVESDROPPER, [eavesdropper]),
+        (Role.LEARNER, learner or []),
+    )
     services = [(role, address) for role, addresses in given for address in addresses if address]
-    findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [], metrics or [])))
+    findings = asyncio.run(examine(Patient(common().credentials, services, state or [], metrics or [])))
     code = show(findings, terminal.console())
     terminal.tell(lambda: {"well": not code, "findings": findings})
     raise typer.Exit(code)
+
+
+@app.command(rich_help_panel="Services", uses=("coordinator", "log_level", *NETWORK))
+def console(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Results to open: of `sottovoce up` or `demo`, whose services are found there, or a folder of many.",
+            show_default=False,
+        ),
+    ] = None,
+    eavesdropper: Annotated[
+        str | None,
+        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"),
+    ] = None,
+    watch: Annotated[
+        str | None,
+        address(metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"),
+    ] = None,
+    listen: Annotated[
+        str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one.")
+    ] = "127.0.0.1:7480",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Keep the token here, so that pages outlive the console.", show_default="a new one"
+        ),
+    ] = None,
+) -> None:
+    """Show runs in the browser: the graph and its traffic, budgets, streams, the watch, reports. Changes nothing.
+
+    Prints the address to open; nobody can look without the token in it. Needs the extra console.
+    """
+    from sottovoce_client.web.app import serve_console
+    from sottovoce_client.web.services import Asked, Places
+    from sottovoce_rpc.logs import configure_logs
+
+    if folder is not None and not folder.is_dir():
+        raise SpecError(f"FOLDER must be a folder of results, and there is none at {folder}")
+    coordinator = common().coordinator or ("" if folder else DEFAULT_COORDINATOR)
+    configure_logs(common().log_level or "warning")
+    asked = Asked(folder, Places(coordinator, eavesdropper or "", common().identity), watch or "", common().insecure)
+    asyncio.run(serve_console(asked, listen, token_file))

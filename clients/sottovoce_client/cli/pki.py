@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from sottovoce.errors import NotReady, SottovoceError, SpecError
-from sottovoce_client.cli.app import AsJson, pki_app
+from sottovoce_client.cli.app import pki_app
 
 AuthorityFolder = Annotated[
     Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority; its key is in it.")
@@ -36,7 +36,6 @@ def init(
     identities: Annotated[
         Path, typer.Option(help="With --replaces: folders of identities in this one are given the new certificate.")
     ] = Path("identities"),
-    as_json: AsJson = False,
 ) -> None:
     """Make a certificate authority. Keep its folder where nobody else reads it: whoever has it can be anybody."""
     from rich.text import Text
@@ -56,7 +55,7 @@ def init(
     console.print(
         Text(
             f"authority of {domain} in {authority}; {len(given)} identities in {identities} believe both now; next, when all "
-            f"others do: sottovoce pki renew --authority {authority} {identities}/*"
+            f"others do: sottovoce pki issue --authority {authority} {identities}/*"
         )
     )
     _name_skipped(skipped)
@@ -71,8 +70,9 @@ def issue(
     whom: Annotated[
         list[str],
         typer.Argument(
-            metavar="ROLE/NAME...",
-            help="learner, coordinator, eavesdropper, feeder or operator, and a name: learner/north.",
+            metavar="ROLE/NAME|FOLDER...",
+            help="learner, coordinator, eavesdropper, feeder or operator, and a name: learner/north. Or folders of identities, "
+            "as this command wrote them, to renew.",
             show_default=False,
         ),
     ],
@@ -82,7 +82,9 @@ def issue(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name or address by which other clients than ours know it; repeatable.", show_default="none"
+            "--hostname",
+            help="A name or address by which other clients than ours know it; repeatable.",
+            show_default="none",
         ),
     ] = None,
     csr: Annotated[
@@ -95,9 +97,12 @@ def issue(
             show_default="a new key",
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Issue identities: folders with a key, a certificate and whom to believe, for --identity."""
+    """Issue identities: folders with a key, a certificate and whom to believe, for --identity. Renew those of folders.
+
+    A renewed identity has a new key and certificate, which services that run take up by themselves. Other authorities in ca.crt,
+    and their lists in crl.pem, stay.
+    """
     from rich.text import Text
 
     from sottovoce_client import terminal
@@ -108,6 +113,12 @@ def issue(
         raise SpecError(f"--csr must come with one name, got {len(whom)}: a request is for one key")
 
     def issue_one(each: str) -> dict[str, object]:
+        if (Path(each) / "tls.crt").exists():
+            if csr is not None or host:
+                raise SpecError(f"{each} is renewed for the names that it has: --csr and --hostname go with ROLE/NAME")
+            renewed = own.renew(Path(each), days=days)
+            console.print(Text(f"{renewed.principal}: {each}, until {renewed.ends:%Y-%m-%d}"))
+            return {"identity": str(renewed.principal), "folder": Path(each), "until": renewed.ends}
         folder = out / each.replace("/", "-", 1)
         issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
         console.print(Text(f"{each}: {folder}, until {issued.ends:%Y-%m-%d}"))
@@ -126,7 +137,6 @@ def issue(
 def request(
     whom: Annotated[str, typer.Argument(metavar="ROLE/NAME", help="Whom the certificate is to name.")],
     out: Annotated[Path, typer.Option("--out", help="The folder ROLE-NAME is made in this one.")] = Path("identities"),
-    as_json: AsJson = False,
 ) -> None:
     """Make a key that stays here, and a request (tls.csr) that the authority certifies it by. A key that is there is kept."""
     from rich.text import Text
@@ -139,35 +149,6 @@ def request(
     terminal.console().print(Text(f"{written}; the authority: sottovoce pki issue {whom} --csr FILE"))
 
 
-@pki_app.command("renew")
-def renew(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER...", help="Of identities, as `issue` wrote them.", show_default=False),
-    ],
-    authority: AuthorityFolder = HERE,
-    days: Days = 90,
-    as_json: AsJson = False,
-) -> None:
-    """Give identities new keys and certificates. Services that run take them up by themselves.
-
-    Other authorities in ca.crt, and their lists in crl.pem, stay.
-    """
-    from rich.text import Text
-
-    from sottovoce_client import terminal
-    from sottovoce_client.pki import Authority
-
-    own, console = Authority(authority), terminal.console()
-
-    def renew_one(folder: Path) -> dict[str, object]:
-        issued = own.renew(folder, days=days)
-        console.print(Text(f"{issued.principal}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        return {"identity": str(issued.principal), "folder": folder, "until": issued.ends}
-
-    _do_each(folders, renew_one)
-
-
 @pki_app.command("revoke")
 def revoke(
     whom: Annotated[list[str], typer.Argument(metavar="ROLE/NAME...", help="Whose certificates.", show_default=False)],
@@ -175,7 +156,6 @@ def revoke(
     identities: Annotated[Path, typer.Option(help="Folders of identities in this one are given the new list.")] = Path(
         "identities"
     ),
-    as_json: AsJson = False,
 ) -> None:
     """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity.
 
@@ -228,7 +208,6 @@ def revoke(
 @pki_app.command("show")
 def show(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of an authority, or of an identity.")] = HERE,
-    as_json: AsJson = False,
 ) -> None:
     """Who has certificates, and until when. Exits with 1 if one that is in use ends within two weeks."""
     from sottovoce_client import terminal

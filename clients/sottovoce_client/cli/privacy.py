@@ -2,123 +2,128 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from sottovoce.errors import SpecError
+from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
-    AllowImports,
-    AsJson,
-    LiveRecords,
-    LiveRounds,
     SpecFile,
     app,
     folder_for,
-    ledger_app,
     levels,
-    policy_app,
     prepared_from,
     priced_from,
     real,
-    results_of,
 )
+from sottovoce_client.cli.common_options import common
 
 
-@ledger_app.callback()
+@app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports"))
 def ledger(
-    context: typer.Context,
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its ledger.")
     ] = Path("sottovoce-state"),
-    learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
-) -> None:
-    """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
-    from sottovoce_client.privacy.ledger import show_ledger
-
-    if context.invoked_subcommand is None:
-        show_ledger(state, learner, allow_imports=allow_imports)
-
-
-State = Annotated[Path, typer.Argument(metavar="FOLDER", help="The state folder.", show_default=False)]
-
-
-@ledger_app.command("verify")
-def ledger_verify(
-    state: State,
-    learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
-) -> None:
-    """Hold everything in a state folder against everything else: checksums, chains, and every charge against its spec."""
-    from sottovoce_client.privacy.ledger import verify_ledger
-
-    verify_ledger(state, learner, allow_imports=allow_imports)
-
-
-@ledger_app.command("repair")
-def ledger_repair(
-    state: State,
-    learner: Annotated[str, typer.Option(help="Whose ledger.")],
+    learner: Annotated[
+        str | None, typer.Option(help="Only this one; with --repair and --moved, whose ledger.", show_default="all")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the whole folder: checksums, chains, and every charge by its spec.")
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be "
+            "stopped.",
+        ),
+    ] = False,
     charge: Annotated[
         float | None,
-        real(least=0.0, most=1e100, help="Charge at least this much epsilon, beside what is still known."),
+        real(
+            least=0.0,
+            most=1e100,
+            help="With --repair: charge at least this much epsilon, in addition to what is still known.",
+            show_default="what is lost",
+        ),
     ] = None,
-    as_json: AsJson = False,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="Declare that this copy of a state folder is whole, and the only one that is used from now on.",
+        ),
+    ] = False,
 ) -> None:
-    """Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be stopped."""
-    from sottovoce_client.privacy.ledger import repair_ledger
+    """Show what learners have spent in all their runs, on what, and by which guarantee. Reads the state folder alone.
 
-    repair_ledger(state, learner, charge)
+    With --verify, --repair or --moved: check the ledger, repair it, or continue from a copy.
+    """
+    from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
+
+    if verify + repair + moved > 1:
+        raise SpecError("--verify, --repair and --moved are different work: give one of them")
+    if charge is not None and not repair:
+        raise SpecError("--charge goes with --repair")
+    if not (repair or moved):
+        show = verify_ledger if verify else show_ledger
+        show(state, learner, allow_imports=common().allow_imports)
+    elif learner is None:
+        raise SpecError(f"{'--repair' if repair else '--moved'} needs --learner: whose ledger?")
+    elif repair:
+        repair_ledger(state, learner, charge)
+    else:
+        own_ledger(state, learner)
 
 
-@ledger_app.command("moved")
-def ledger_moved(
-    state: State,
-    learner: Annotated[str, typer.Option(help="Whose ledger.")],
-    as_json: AsJson = False,
-) -> None:
-    """Say that this copy of a state folder is whole, and the only one that will be used from now on."""
-    from sottovoce_client.privacy.ledger import own_ledger
-
-    own_ledger(state, learner)
-
-
-@policy_app.command("show")
-def policy_show(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The policy, a YAML file.", show_default="the default policy")
+@app.command(rich_help_panel="Privacy")
+def policy(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="A run spec: check whether a learner with the policy would take part in it.",
+            show_default="none: print the policy",
+            autocompletion=completing.spec_files,
+        ),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print a policy as YAML, with what each clause says: the default one is what a learner without --policy goes by."""
-    from sottovoce_client.privacy.policy import show_policy
-
-    show_policy(file)
-
-
-@policy_app.command("check")
-def policy_check(
-    spec: SpecFile,
-    learner: Annotated[str, typer.Option(help="Which learner of the spec.", show_default=False)],
     policy: Annotated[
         Path | None,
-        typer.Option(envvar="SOTTOVOCE_POLICY", help="Its owner's policy.", show_default="the default policy"),
+        typer.Option(
+            envvar="SOTTOVOCE_POLICY",
+            help="The policy, a YAML file.",
+            show_default="the default policy, that of a learner without --policy",
+        ),
+    ] = None,
+    learner: Annotated[
+        str | None, typer.Option(help="With SPEC: which of its learners.", show_default="required with SPEC")
     ] = None,
     features: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Features of a record.", show_default="those of the spec's data")
+        int | None,
+        typer.Option(min=1, max=MOST, help="With SPEC: features of a record.", show_default="those of the spec's data"),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
+    """Print a learner's policy as YAML, with what each clause means; or check a run against it. Nothing is run.
+
+    With SPEC, exits with 1 if the learner would not take part.
+    """
     from sottovoce.running.policy import load_policy
+    from sottovoce_client.privacy.policy import check_policy, show_policy
+
+    if spec is None:
+        if learner is not None or features is not None:
+            raise SpecError("--learner and --features are of a run: give its SPEC, too")
+        show_policy(policy)
+        return
+    if learner is None:
+        raise SpecError("a run is checked for one of its learners: name it with --learner")
     from sottovoce.running.run import build_run
     from sottovoce.spec import load_spec
     from sottovoce_client.privacy.budget import learner_index
-    from sottovoce_client.privacy.policy import check_policy
 
     allowed, asked = load_policy(policy), load_spec(spec)
     index = learner_index(asked, learner)
@@ -130,6 +135,9 @@ def policy_check(
     raise typer.Exit(0 if check_policy(run, features, allowed, index) else 1)
 
 
+_FIT, _TRADE = "Write a spec that keeps a budget", "Find the level at which accuracy lost and privacy gained balance"
+
+
 @app.command(rich_help_panel="Privacy")
 def budget(
     spec: SpecFile,
@@ -137,18 +145,138 @@ def budget(
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
-    group: Annotated[int | None, typer.Option(min=1, max=MOST, help="Also for so many records of one learner.")] = None,
+    group: Annotated[
+        int | None, typer.Option("--group-size", min=1, max=MOST, help="Also for so many records of one learner.")
+    ] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
-    rounds: LiveRounds = None,
-    records: LiveRecords = None,
-    out: Annotated[Path | None, results_of("budget")] = None,
-    as_json: AsJson = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds", min=1, max=2**27, help="Of live records: over so many rounds.", show_default="those of the spec"
+        ),
+    ] = None,
+    records: Annotated[
+        float | None,
+        typer.Option(
+            "--records",
+            help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned "
+            "from.",
+            show_default="1",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for the results; none is replaced. With --target: the file of the spec.",
+            show_default="sottovoce-runs/budget-TIME; with --target standard output",
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="E|NAME=E",
+            help="What every learner may spend, or this one; repeatable.",
+            show_default="none",
+            rich_help_panel=_FIT,
+        ),
+    ] = None,
+    horizon: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROUNDS|inf", help="Over so many rounds.", show_default="all of the run", rich_help_panel=_FIT
+        ),
+    ] = None,
+    per: Annotated[
+        Literal["event", "record"] | None,
+        typer.Option(help="For an event, or a record in all of its uses.", show_default="event", rich_help_panel=_FIT),
+    ] = None,
+    tradeoff: Annotated[
+        str | None,
+        typer.Option(
+            metavar="E,E,E,...",
+            help="Levels to simulate at, at least three.",
+            show_default="none",
+            rich_help_panel=_TRADE,
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="What accuracy lost means: error, or a metric of simulate.",
+            show_default="average_loss",
+            rich_help_panel=_TRADE,
+        ),
+    ] = None,
+    weights: Annotated[
+        tuple[float, float, float, float] | None,
+        typer.Option(help="w1 to w4 of the worth of privacy.", show_default="0.02 6 9 1", rich_help_panel=_TRADE),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        real(
+            least=-1e100,
+            most=1e100,
+            help="Largest acceptable loss.",
+            show_default="that at the smallest level",
+            rich_help_panel=_TRADE,
+        ),
+    ] = None,
+    ceiling: Annotated[
+        float | None,
+        real(
+            least=1e-100,
+            most=1e100,
+            help="Largest acceptable epsilon.",
+            show_default="the largest level",
+            rich_help_panel=_TRADE,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="Independent repetitions at every level.",
+            show_default="20",
+            rich_help_panel=_TRADE,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the noise.", show_default="0", rich_help_panel=_TRADE)
+    ] = None,
 ) -> None:
-    """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
+    """Show what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
 
-    Writes budget.json and budget.html.
+    Writes budget.json and budget.html. With --target, write the spec with the noise that these epsilons ask for. With --tradeoff,
+    simulate at several levels and find the one at which accuracy lost and privacy gained balance best: writes tradeoff.json and
+    tradeoff.html.
+
+    Example: sottovoce budget wards.yaml --target 2 --target north=1 --out careful.yaml
     """
     from sottovoce.spec import load_spec
+
+    shown: dict[str, object] = {"--delta": delta, "--learner": learner, "--group-size": group, "--uses": uses or None}
+    live: dict[str, object] = {"--rounds": rounds, "--records": records}
+    fit: dict[str, object] = {"--horizon": horizon, "--per": per}
+    given: dict[str, Any] = {"metric": metric, "weights": weights, "threshold": threshold, "ceiling": ceiling}
+    trade = {name: value for name, value in {**given, "replicas": replicas, "seed": seed}.items() if value is not None}
+    as_options: dict[str, object] = {f"--{name}": value for name, value in trade.items()}
+    if target and tradeoff is not None:
+        raise SpecError("--target writes a spec and --tradeoff simulates at several levels: give one of the two")
+    if tradeoff is not None:
+        _require_absent("--tradeoff", shown | live | fit)
+        raise typer.Exit(_trade(spec, levels(tradeoff, 3, "--tradeoff"), out, **trade))
+    if target:
+        from sottovoce_client.privacy.calibrate import calibrate_to, horizon_of, target_of
+
+        _require_absent("--target", shown | as_options)
+        asked, covered = load_spec(spec), horizon_of(horizon)
+        wanted = target_of(asked, target, covered, per or "event")
+        calibrate_to(spec, priced_from(asked, rounds, records, covered), wanted, out)
+        return
+    _require_absent("", fit, "--target")
+    _require_absent("", as_options, "--tradeoff")
     from sottovoce_client.privacy.budget import Question
     from sottovoce_client.privacy.budget import budget as show
 
@@ -158,69 +286,25 @@ def budget(
     raise typer.Exit(show(prepared, folder, learner or [], Question(delta, group, uses, rate)))
 
 
-@app.command(rich_help_panel="Privacy")
-def calibrate(
-    spec: SpecFile,
-    epsilon: Annotated[float | None, typer.Option(help="What every learner may spend.")] = None,
-    learner: Annotated[list[str] | None, typer.Option(metavar="NAME=E", help="What this one may; repeatable.")] = None,
-    horizon: Annotated[
-        str | None, typer.Option(metavar="ROUNDS|inf", help="Over so many rounds.", show_default="all of the run")
-    ] = None,
-    per: Annotated[
-        Literal["event", "record"], typer.Option(help="For an event, or a record in all of its uses.")
-    ] = "event",
-    rounds: LiveRounds = None,
-    records: LiveRecords = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File to write the spec to.", show_default="standard output")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a spec with the noise that a privacy budget asks for."""
-    from sottovoce.spec import load_spec
-    from sottovoce_client.privacy.calibrate import calibrate_to, horizon_of, target_of
+def _require_absent(work: str, options: Mapping[str, object], needed: str = "") -> None:
+    """Refuse options that the work at hand would ignore.
 
-    asked, covered = load_spec(spec), horizon_of(horizon)
-    target = target_of(asked, epsilon, learner or [], covered, per)
-    calibrate_to(spec, priced_from(asked, rounds, records, covered), target, out)
-
-
-@app.command(rich_help_panel="Privacy")
-def tradeoff(
-    spec: SpecFile,
-    epsilons: Annotated[str, typer.Option(metavar="E,E,E,...", help="Levels to simulate at, at least three.")],
-    metric: Annotated[
-        str, typer.Option(help="What accuracy lost means: error, or a metric of simulate.")
-    ] = "average_loss",
-    weights: Annotated[tuple[float, float, float, float], typer.Option(help="w1 to w4 of the worth of privacy.")] = (
-        0.02,
-        6.0,
-        9.0,
-        1.0,
-    ),
-    threshold: Annotated[
-        float | None,
-        real(least=-1e100, most=1e100, help="Largest acceptable loss.", show_default="that at the smallest level"),
-    ] = None,
-    ceiling: Annotated[
-        float | None,
-        real(least=1e-100, most=1e100, help="Largest acceptable epsilon.", show_default="the largest level"),
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions at every level.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    out: Annotated[Path | None, results_of("tradeoff")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the privacy level at which accuracy lost and privacy gained balance best, by simulated runs.
-
-    Writes tradeoff.json and tradeoff.html.
+    Raises:
+        SpecError: One was given.
     """
+    if given := [name for name, value in options.items() if value not in (None, [])]:
+        why = f"goes with {needed}" if needed else f"does not go with {work}"
+        raise SpecError(f"{given[0]} {why}")
+
+
+def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
+    """Find the best privacy level; return the exit code."""
     from sottovoce.budget.tradeoff import Utility
     from sottovoce.spec import load_spec
-    from sottovoce_client.privacy.tradeoff import Trade
-    from sottovoce_client.privacy.tradeoff import tradeoff as run_tradeoff
+    from sottovoce_client.privacy.tradeoff import Trade, tradeoff
 
-    trade = Trade(levels(epsilons, 3), metric, Utility(*weights), threshold, ceiling, replicas, seed)
+    if weights := given.pop("weights", None):
+        given["utility"] = Utility(*weights)
     prepared = prepared_from(load_spec(spec))
     folder = folder_for("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
-    raise typer.Exit(run_tradeoff(prepared, folder, trade))
+    return tradeoff(prepared, folder, Trade(epsilons, **given))

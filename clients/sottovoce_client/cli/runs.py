@@ -12,16 +12,11 @@ import typer
 from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
-    HERE,
     MOST,
     SERVED,
-    AsJson,
     Canaries,
     Cautious,
-    Coordinator,
     Export,
-    IdentityFolder,
-    Insecure,
     KeepLog,
     Out,
     SpecFile,
@@ -30,6 +25,7 @@ from sottovoce_client.cli.app import (
     prepared_from,
     results_of,
 )
+from sottovoce_client.cli.common_options import OPERATOR, common
 
 if TYPE_CHECKING:
     from sottovoce.spec import RunSpec
@@ -59,7 +55,6 @@ def demo(
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
@@ -96,7 +91,6 @@ def up(
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
     keep_log: KeepLog = False,
-    as_json: AsJson = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
     from sottovoce.spec import load_spec
@@ -109,10 +103,9 @@ def up(
     _up(load_spec(spec), out, canaries, **services)
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(rich_help_panel="Runs", uses=OPERATOR)
 def run(
     spec: SpecFile,
-    coordinator: Coordinator = HERE,
     out: Out = None,
     canaries: Canaries = 0,
     resume: Annotated[
@@ -132,24 +125,20 @@ def run(
             show_default=False,
         ),
     ] = "",
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce.spec import load_spec
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
-    from sottovoce_rpc.credentials import Credentials
 
-    credentials = Credentials(identity, insecure)
+    credentials = common().credentials
     if resume and recover:
         raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
         load_spec(spec),
         out,
         lambda prepared, _, watch, stop: run_on(
-            coordinator,
+            common().coordinator_or_local,
             prepared.run.spec,
             prepared.data,
             watch,
@@ -177,7 +166,7 @@ def simulate(
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    noise: Annotated[
+    recorded_noise: Annotated[
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
     ] = None,
     write: Annotated[
@@ -189,10 +178,7 @@ def simulate(
             "transcript (what was said), noise (what was drawn), or all; commas between. The last three grow with the rounds.",
         ),
     ] = "metrics,models",
-    record_noise: Annotated[bool, typer.Option("--record-noise", hidden=True, help="--write noise, too.")] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", hidden=True, help="--write metrics, too.")] = False,
     export: Export = "",
-    as_json: AsJson = False,
 ) -> None:
     """Run a spec without a network, many replicas at once: what it comes to, its models, and what else --write names.
 
@@ -208,12 +194,12 @@ def simulate(
 
     experiment, asked = load(spec), formats(export)
     require_size(experiment.run, replicas)
-    kept = _kept(write, ["noise"] * record_noise + ["metrics"] * (metrics or bool(asked)))
+    kept = _kept(write, ["metrics"] if asked else [])
     Cautious()(experiment.prepared)  # before a folder is made: a spec that cannot be run leaves none
     require_room(out or Path(), sizes(experiment.run, replicas, kept))
     names = [file for files in _SIMULATED.values() for file in files]
     folder = folder_for(experiment.name, out, names, dump_spec(experiment.run.spec, out))
-    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=noise)
+    done = simulate_to(folder, experiment, write=kept, replicas=replicas, seed=seed, noise=recorded_noise)
     left = [name for name in _SIMULATED if name not in kept]
     more = f"; left out: {', '.join(left)} (--write)" if left else ""
     files = [file for name in kept for file in _SIMULATED[name]]
@@ -230,7 +216,7 @@ def simulate(
             "rounds": ran.rounds,
             "learners": ran.names,
             "replicas": replicas,
-            "epsilon_event": experiment.epsilon() if noise is None else None,
+            "epsilon_event": experiment.epsilon() if recorded_noise is None else None,
             "metrics": {} if done.curves is None else finals(done.curves),
         }
     )
@@ -267,7 +253,6 @@ def compare(
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     export: Export = "",
-    as_json: AsJson = False,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 

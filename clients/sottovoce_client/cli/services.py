@@ -16,17 +16,9 @@ from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli.app import (
     MOST,
     MOST_SECONDS,
-    AllowImports,
-    AsJson,
-    ConfigFile,
-    IdentityFolder,
-    Insecure,
     KeepLog,
     Listen,
-    LogFormat,
-    LogLevel,
     Metrics,
-    StopWithStdin,
     address,
     app,
     eavesdropper_app,
@@ -35,16 +27,16 @@ from sottovoce_client.cli.app import (
     require_variables,
     results_of,
 )
+from sottovoce_client.cli.common_options import SERVICE, common
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=SERVICE)
 def coordinator(
     listen: Listen = "127.0.0.1:7400",
     eavesdropper: Annotated[
         str | None,
         address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
     ] = None,
-    allow_imports: AllowImports = False,
     state: Annotated[
         Path | None,
         typer.Option(
@@ -53,25 +45,18 @@ def coordinator(
             show_default="none: a run ends with its coordinator",
         ),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
     metrics: Metrics = None,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = "auto",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
 ) -> None:
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.metrics import Scraped
 
-    deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state, Credentials(identity, insecure))
+    deployed = CoordinatorConfig(listen, eavesdropper, common().allow_imports, state, common().credentials)
     at = None if metrics is None else Scraped(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin, metrics=at), log_level, log_format)
+    _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Services", uses=("coordinator", *SERVICE))
 def learner(
     name: Annotated[
         list[str] | None,
@@ -80,9 +65,6 @@ def learner(
             help="Its name; repeat for several learners in one process, of which all else is the same.",
             show_default=False,
         ),
-    ] = None,
-    coordinator: Annotated[
-        str | None, address(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.", show_default=False)
     ] = None,
     host: Annotated[
         Path | None,
@@ -121,7 +103,7 @@ def learner(
         typer.Option(
             envvar="SOTTOVOCE_POLICY",
             help="YAML file that says in which runs it takes part, and what they may cost (`sottovoce policy`).",
-            show_default="that of `sottovoce policy show`",
+            show_default="that of `sottovoce policy`",
         ),
     ] = None,
     recorded_noise: Annotated[
@@ -139,8 +121,6 @@ def learner(
             help="Draw the same noise in every run of that name. Protects nobody: loopback only, for tests.",
         ),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
     owner: Annotated[
         list[str] | None,
         typer.Option(
@@ -160,7 +140,6 @@ def learner(
         ),
     ] = None,
     keep_log: KeepLog = False,
-    allow_imports: AllowImports = False,
     metrics: Metrics = None,
     metrics_process: Annotated[
         bool,
@@ -182,10 +161,6 @@ def learner(
     trace_every: Annotated[
         int, typer.Option(min=1, max=MOST, envvar="SOTTOVOCE_TRACE_EVERY", help="Of every so many rounds one.")
     ] = 1,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = "auto",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.host_file import hosted, named
@@ -193,18 +168,18 @@ def learner(
     from sottovoce_rpc.metrics import Scraped
 
     options = {
-        "coordinator": coordinator,
+        "coordinator": common().coordinator,
         "listen": listen,
         "advertise": advertise,
         "state": state,
         "join_timeout": join_timeout,
         "recorded_noise": recorded_noise,
-        "allow_imports": allow_imports,
+        "allow_imports": common().allow_imports,
         "budget": budget,
         "noise": noise,
         "noise_seed": noise_seed,
-        "identity": identity,
-        "insecure": insecure,
+        "identity": common().identity,
+        "insecure": common().insecure,
         "owner": owner or (),
         "feeder": feeder or (),
         "policy": policy,
@@ -215,7 +190,7 @@ def learner(
     configs = named(name or (), options) if host is None else hosted(host, options)
     at = None if metrics is None else Scraped(metrics, configs[0].credentials, metrics_process)
     every = trace_every if trace else None
-    _serve(lambda: serve(configs, with_stdin=stop_with_stdin, metrics=at, trace_every=every), log_level, log_format)
+    _serve(lambda: serve(configs, with_stdin=common().stop_with_stdin, metrics=at, trace_every=every))
 
 
 @eavesdropper_app.callback()
@@ -230,14 +205,7 @@ def eavesdropper(
         str | None,
         typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
     metrics: Metrics = None,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = "auto",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
 ) -> None:
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
 
@@ -246,15 +214,14 @@ def eavesdropper(
     if context.invoked_subcommand is not None:
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
-    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.metrics import Scraped
 
-    deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports, Credentials(identity, insecure))
+    deployed = EavesdropperConfig(listen, folder, advertise_host, common().allow_imports, common().credentials)
     at = None if metrics is None else Scraped(metrics, deployed.credentials)
-    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin, metrics=at), log_level, log_format)
+    _serve(lambda: serve(deployed, with_stdin=common().stop_with_stdin, metrics=at))
 
 
-@eavesdropper_app.command("relay")
+@eavesdropper_app.command("relay", uses=("log_level", "log_format", "config", "stop_with_stdin"))
 def eavesdropper_relay(
     to: Annotated[str, address(help="host:port of the server.", show_default=False)],
     listen: Listen = "127.0.0.1:7600",
@@ -274,16 +241,12 @@ def eavesdropper_relay(
     to_ca: Annotated[
         Path | None, typer.Option(help="PEM file: who vouches for the server.", show_default="the system's authorities")
     ] = None,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = "auto",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
 ) -> None:
     """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
     from sottovoce_eavesdropper.relay import ForeignConfig, serve
 
     relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
-    _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level, log_format)
+    _serve(lambda: serve(relayed, with_stdin=common().stop_with_stdin))
 
 
 @eavesdropper_app.command("audit")
@@ -302,14 +265,15 @@ def eavesdropper_audit(
     delta: Annotated[float, real(least=0.0, most=0.5, help="Delta at which epsilon is claimed, and bounded.")] = 0.0,
     noise: Annotated[
         Path | None,
-        typer.Option(help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"),
+        typer.Option(
+            "--noise-law", help="YAML file: law, scale and centre of the noise in decoded fields.", show_default="none"
+        ),
     ] = None,
     confidence: Annotated[
         float, real(least=0.5, most=0.999999, help="With which a claim that holds is not refuted.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
     out: Annotated[Path | None, results_of("audit")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
 
@@ -328,12 +292,12 @@ def eavesdropper_audit(
     raise typer.Exit(code)
 
 
-def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str, log_format: str = "auto") -> None:
+def _serve(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import structlog
 
     from sottovoce_rpc.logs import configure_logs, failure, keep_private
 
-    configure_logs(log_level, log_format)
+    configure_logs(common().log_level or "info", common().log_format)
     for name in require_variables(os.environ):
         structlog.get_logger().warning("no setting", variable=name)
     keep_private()

@@ -1,23 +1,327 @@
-"""Specs, and the version."""
+"""Records of one's own, data sets, and run specs: described, drafted, checked and printed."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce.text import plain
 from sottovoce_client.cli import completing
-from sottovoce_client.cli.app import AsJson, SpecFile, app, installed_version, prepared_from, spec_app
+from sottovoce_client.cli.app import MOST, address, app, data_app, prepared_from, spec_app
+from sottovoce_client.cli.common_options import common
+
+
+@app.command(rich_help_panel="Runs")
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Your records: a .csv, .parquet or .npz file.", show_default=False)
+    ],
+    label: Annotated[
+        str | None,
+        typer.Option(help="Label column.", show_default="label, else y, else the one of text, else the last"),
+    ] = None,
+    task: Annotated[
+        Literal["classify", "regress"] | None, typer.Option(help="What is learned.", show_default="by the labels")
+    ] = None,
+    positive: Annotated[
+        list[str] | None,
+        typer.Option(help="A label that counts as 1; repeat for several.", show_default="the last one of two"),
+    ] = None,
+    label_bound: Annotated[
+        float | None, typer.Option(help="Of labels that are numbers: clipped to plus and minus this, a public bound.")
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="A schema of the fields (see --schema-only), where some are text or missing."),
+    ] = None,
+    learners: Annotated[
+        str | None,
+        typer.Option(help="How many, or their names: north,east.", show_default="the file's column learner, else 5"),
+    ] = None,
+    partition: Annotated[
+        Literal["iid", "by_label"] | None,
+        typer.Option(help="How records are dealt to learners.", show_default="iid"),
+    ] = None,
+    scale: Annotated[
+        Literal["standard", "range", "none"] | None,
+        typer.Option(
+            help="By constants of held-out records, which nothing protects.",
+            show_default="standard; none where no record is held out",
+        ),
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
+    schema_only: Annotated[
+        bool,
+        typer.Option(
+            "--schema-only",
+            help="Draft a schema of the fields instead, from public records: bounds and categories are read off them, and all "
+            "will see them. Never draft from records that are to be protected.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="File to write to.", show_default="FILE.yaml, here; of a schema: standard output"),
+    ] = None,
+) -> None:
+    """Write a commented spec for records of your own, with the noise that keeps your privacy wish.
+
+    On a terminal it asks what no option says; elsewhere it takes what is usual. Each record is learned once. No file is
+    replaced unasked.
+
+    Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
+    """
+    if schema_only:
+        from sottovoce_client.data import schemas
+
+        spec_options: dict[str, object] = {
+            "--task": task,
+            "--positive": positive,
+            "--label-bound": label_bound,
+            "--schema": schema,
+        }
+        spec_options |= {"--learners": learners, "--partition": partition, "--scale": scale, "--epsilon": epsilon}
+        spec_options |= {"--rounds": rounds, "--name": name}
+        if given := [option for option, value in spec_options.items() if value is not None]:
+            raise SpecError(f"--schema-only drafts a schema and no spec: it goes without {', '.join(given)}")
+        schemas.infer(file, label, out)
+        return
+    from sottovoce_client.documents import new_file, require_new
+    from sottovoce_client.starting import Wishes, begin, next_commands
+    from sottovoce_client.terminal import print_json
+    from sottovoce_client.wording import plural
+
+    asks = sys.stdin.isatty() and not common().as_json
+    wishes = Wishes(
+        file,
+        label=label,
+        task=task,
+        positive=tuple(positive) if positive else None,
+        label_bound=label_bound,
+        schema=schema,
+        learners=learners,
+        partition=partition,
+        scale=scale,
+        epsilon=epsilon,
+        rounds=rounds,
+        name=name,
+    )
+    path = out or Path(f"{file.stem}.yaml")
+    replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
+    if not replaces:
+        require_new(path)
+    begun = begin(wishes, path.parent, _ask if asks else None, _say if asks else _unheard)
+    if replaces:
+        path.unlink()  # it was asked for; what comes in its place is ready
+    with new_file(path) as written:
+        written.write(begun.text.encode())
+    spec = begun.spec
+    if common().as_json:
+        print_json(
+            {
+                "spec": path,
+                "algorithm": spec.algorithm.name,
+                "epsilon": begun.epsilon,
+                "delta": 0.0,
+                "rounds": spec.rounds,
+                "learners": spec.names,
+                "batch_size": spec.data.batch_size,
+                "records": begun.records,
+            }
+        )
+        return
+    size = f"{plural(spec.n_learners, 'learner')}, {plural(spec.rounds, 'round')}"
+    typer.echo(f"{path}: {spec.algorithm.name}, {size}; epsilon {begun.epsilon:.4g} per record")
+    if begun.left and spec.data.batch_size != "all":
+        typer.echo(
+            f"note: of a learner's records up to {begun.left:,} are not learned: all batches are full (batch_size)"
+        )
+    for note in begun.notes:
+        typer.echo(plain(f"note: {note}"))
+    typer.echo("next:")
+    for command in next_commands(str(path)):
+        typer.echo(f"  {command}")
+
+
+def _ask(question: str, usual: str) -> str:
+    return str(typer.prompt(question, default=usual or None, err=True))
+
+
+def _say(text: str) -> None:
+    typer.echo(plain(text), err=True)
+
+
+def _unheard(text: str) -> None:
+    """Nobody is there to be told."""
+
+
+@data_app.command("list")
+def list_() -> None:
+    """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
+    from sottovoce.data.known import data_folders
+    from sottovoce_client import terminal
+    from sottovoce_client.data.catalogue import show
+
+    show(data_folders(), terminal.console())
+
+
+def _place(elsewhere: str, what: str) -> None:
+    if elsewhere:  # what comes with it is large, and Tab waits for this
+        from sottovoce_client.data.fetch import require_place
+
+        require_place(elsewhere, what)
+
+
+@data_app.command("fetch")
+def fetch(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help="As `sottovoce data list` shows them.",
+            show_default=False,
+            autocompletion=completing.data_sets,
+        ),
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder to put them in.", show_default="$SOTTOVOCE_DATA, else your cache"),
+    ] = None,
+    elsewhere: Annotated[
+        str,
+        address(
+            "--from",
+            check=_place,
+            metavar="PLACE",
+            help="A folder or URL that has the original files, in place of their owners' servers.",
+            show_default=False,
+        ),
+    ] = "",
+) -> None:
+    """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    from sottovoce.data.known import data_folders, find
+    from sottovoce_client import terminal
+    from sottovoce_client.data.catalogue import require_known
+    from sottovoce_client.data.fetch import fetch as bring
+
+    told: list[dict[str, Any]] = []
+    sources, console = [require_known(name) for name in dict.fromkeys(names)], terminal.console()
+    folders = (folder,) if folder else data_folders()
+    if not folders:
+        raise SpecError("there is no folder to put data sets in: give one with --out, or set SOTTOVOCE_DATA to one")
+    for source in sources:
+        if not source.originals:
+            whose = "it is made when it is asked for" if source.made else "scikit-learn ships it"
+            console.print(f"{source.name}: {whose}, there is nothing to fetch")
+            told.append({"name": source.name, "path": None, "came": []})
+            continue
+        if (path := find(source.name, folders)) is not None:
+            console.print(Text(f"{source.name}: here already, {path}"))
+            told.append({"name": source.name, "path": path, "came": []})
+            continue
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            done = bring(source, folders[0], progress, elsewhere=elsewhere)
+        for each in done.came:
+            checked = "as published" if each.known else "no checksum of it is known: compare it with a copy you trust"
+            console.print(Text(f"{each.name}: {each.digest}, {checked}"))
+        console.print(Text(f"{source.name}: {done.path} (licence: {source.licence})"))
+        told.append({"name": source.name, "path": done.path, "came": done.came})
+    terminal.tell(lambda: told)
+
+
+@data_app.command("describe")
+def describe(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="A name; a .npz, .csv or .parquet file of your own; or a schema, a .yaml file.",
+            show_default=False,
+            autocompletion=completing.data_sets,
+        ),
+    ],
+    label: Annotated[
+        str | None, typer.Option(help="Label column of a file.", show_default="label, else y, else the last one")
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Count how many records of the file fit this schema.", show_default="none"),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="With a schema: a run spec whose loss its label must suit.", show_default="none"),
+    ] = None,
+) -> None:
+    """Show what a data set holds: records, features and their ranges, classes, source, licence, and a spec that uses it.
+
+    Of a schema, show what its fields may be; with --schema, how many records fit it, and why the others do not: exits with 1 if
+    any does not. These are figures of the records of your file: nothing protects them.
+    """
+    own = schema or (Path(source) if source.endswith((".yaml", ".yml")) else None)
+    if own is not None:
+        from sottovoce.spec import load_schema, load_spec
+        from sottovoce_client.data import schemas
+
+        if label is not None:
+            raise SpecError("a schema names its label: --label goes without one")
+        records = None if own == Path(source) else Path(source)
+        fits = schemas.check(load_schema(own), records, None if spec is None else load_spec(spec))
+        raise typer.Exit(0 if fits else 1)
+    if spec is not None:
+        raise SpecError("--spec is held against a schema: give --schema, too")
+    from sottovoce.data.known import data_folders
+    from sottovoce_client import terminal
+    from sottovoce_client.data.catalogue import describe as show
+
+    show(source, data_folders(), terminal.console(), label)
 
 
 @spec_app.command("check")
-def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
+def spec_check(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC",
+            help="The run spec, a YAML file.",
+            show_default="required, but with --json-schema",
+            autocompletion=completing.spec_files,
+        ),
+    ] = None,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Print the spec with all defaults filled in; its data are not read.")
+    ] = False,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of all run specs, for editors.")
+    ] = False,
+) -> None:
     """Check a spec, its algorithm's conditions and its data, without running anything.
 
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
+    if json_schema:
+        from sottovoce.spec import spec_schema
+        from sottovoce_client import terminal
+
+        if spec is not None or print_:
+            raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
+        typer.echo(spec_schema())
+        terminal.tell(lambda: json.loads(spec_schema()))
+        return
+    if spec is None:
+        raise SpecError("spec check needs a SPEC, or --json-schema")
+    if print_:
+        _print(spec)
+        return
     from sottovoce.data.known import data_folders
     from sottovoce.running.policy import default_policy_caution
     from sottovoce.spec import load_spec
@@ -68,23 +372,13 @@ def spec_check(spec: SpecFile, as_json: AsJson = False) -> None:
     )
 
 
-@spec_app.command("show")
-def spec_show(spec: SpecFile, as_json: AsJson = False) -> None:
-    """Print a spec with all defaults filled in."""
+def _print(spec: Path) -> None:
     from sottovoce.spec import dump_spec, load_spec
     from sottovoce_client import terminal
 
     asked = load_spec(spec)
     typer.echo(dump_spec(asked), nl=False)
     terminal.tell(lambda: asked.model_dump(mode="json"))
-
-
-@spec_app.command("schema")
-def spec_schema_() -> None:
-    """Print the JSON schema of a run spec, for editors."""
-    from sottovoce.spec import spec_schema
-
-    typer.echo(spec_schema())
 
 
 @spec_app.command("values")
@@ -99,13 +393,12 @@ def spec_values(
         list[str] | None,
         typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
     ] = None,
-    coordinator: Annotated[
+    with_coordinator: Annotated[
         bool,
         typer.Option(
-            "--coordinator", help="This release has the coordinator, and of the learners those of --own alone."
+            "--with-coordinator", help="This release has the coordinator, and of the learners those of --own alone."
         ),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Print values for the Helm chart: learners, who opens a stream to whom, and how runs are captured.
 
@@ -116,12 +409,6 @@ def spec_values(
     from sottovoce_client import terminal
     from sottovoce_client.chart import as_yaml, chart_values
 
-    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=coordinator)
+    values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
     typer.echo(as_yaml(values), nl=False)
     terminal.tell(lambda: values)
-
-
-@app.command(rich_help_panel="Specs")
-def version() -> None:
-    """Print the version alone, for programs; `sottovoce --version` says which formats it writes, too."""
-    typer.echo(installed_version())

@@ -115,7 +115,7 @@ def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
             text = f"there is no room for {source.name} on the disk of {folder}, and nothing was kept: free some"
         else:
             text = f"cannot write to the folder {folder}: {error.strerror or error}"
-        raise NotReady(f"{text}, or give another folder with --folder or {VARIABLE}") from None
+        raise NotReady(f"{text}, or give another folder with --out or {VARIABLE}") from None
 
 
 # ---- where originals are ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`sottovoce calibrate`: the same spec with the noise that a budget asks for."""
+"""`sottovoce budget --target`: the same spec with the noise that a budget asks for."""
 
 from __future__ import annotations
 
@@ -91,32 +91,37 @@ def horizon_of(text: str | None) -> float | None:
     return rounds
 
 
-def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: float | None, per: Per) -> Target:
+def target_of(spec: RunSpec, wanted: Sequence[str], horizon: float | None, per: Per) -> Target:
     """What the command's options ask for.
 
     Args:
         spec: the run.
-        epsilon: for every learner that is not named.
-        single: `NAME=E` each.
+        wanted: `E`, for every learner that is not named, or `NAME=E` each.
         horizon: rounds, or infinity; None: all.
         per: for an event or a record.
 
     Raises:
         SpecError: an option is not of its form, names nobody, or a learner is left without a target.
     """
-    targets, named = [epsilon] * spec.n_learners, set[int]()
-    for each in single:
+    general = [each for each in wanted if "=" not in each]
+    if len(general) > 1:
+        raise SpecError(
+            f"--target must be one epsilon for every learner, and NAME=E for others, got {', '.join(general)}"
+        )
+    targets: list[float | None] = [_number("--target", general[0]) if general else None] * spec.n_learners
+    named = set[int]()
+    for each in wanted:
         name, equals, value = each.rpartition("=")
         if not equals:
-            raise SpecError(f"--learner must be NAME=EPSILON, got {each}")
-        learner = learner_index(spec, name)
+            continue
+        learner = learner_index(spec, name, "--target")
         if learner in named:
-            raise SpecError(f"--learner must name each learner once, got {name} twice")
+            raise SpecError(f"--target must name each learner once, got {name} twice")
         named.add(learner)
-        targets[learner] = _number("--learner NAME=EPSILON", value)
+        targets[learner] = _number("--target NAME=E", value)
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
-        raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --epsilon")
+        raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --target E")
     return Target(tuple(target for target in targets if target is not None), horizon, per)
 
 

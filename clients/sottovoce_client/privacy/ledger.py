@@ -181,7 +181,7 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     text = (
         f"{learner} goes on from {folder}: {plural(len(runs), 'run')}, ε {number(spent)} in all\n"
         "What was sent after this copy was made is not in it. If it is a backup, charge that before the learner starts: "
-        f"sottovoce ledger repair {folder} --learner {learner} --charge EPSILON"
+        f"sottovoce ledger --repair --state {folder} --learner {learner} --charge EPSILON"
     )
     (console or terminal.console()).print(text, markup=False, highlight=False, soft_wrap=True)
     terminal.tell(lambda: {"learner": learner, "state": folder, "runs": len(runs), "epsilon": spent})

@@ -1,4 +1,4 @@
-"""`sottovoce tradeoff`: simulate at several privacy levels, fit what accuracy costs, and find the best level."""
+"""`sottovoce budget --tradeoff`: simulate at several privacy levels, fit what accuracy costs, and find the best level."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def _untested(summary: RunSummary) -> _Verdict:
         return _Verdict("open", "Only ciphertext was recorded", text)
     if summary.live and summary.capture is not None:
         text = "Privacy losses are computed from the records, which only their learners have. With sottovoce up --keep-log they "
-        text += "are computed here; sottovoce watch --log examines the noise."
+        text += "are computed here; sottovoce watch --state examines the noise."
         return _Verdict("open", "Recorded, but not tested", text)
     return _Verdict("open", "Not recorded", "The promise was not tested, because no messages were recorded.")
 

@@ -202,12 +202,12 @@ class _Watching:
         if spec.data.live:
             raise SpecError(
                 "records of a live run stand in the logs of its learners alone: start these with --keep-log, and give their "
-                "state folders (--log STATE)"
+                "state folders (--state FOLDER)"
             )
         prepared, canaries, alpha = self._prepare(spec), None, question.alpha
         spec = prepared.run.spec
         if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
-            raise SpecError(f"this run has canaries in its records ({found}): give --canaries canaries.json")
+            raise SpecError(f"this run has canaries in its records ({found}): give --canary-file canaries.json")
         if question.canaries is not None:
             canaries = load(question.canaries, question.commitment)
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
@@ -221,13 +221,13 @@ class _Watching:
         """As `_begin`, of records that learners' logs have."""
         question, run_id, n_features = self._question, capture.facts["run_id"], capture.facts["n_features"]
         if question.canaries is not None:
-            raise SpecError("canaries stand in the records of the spec's data source: give --canaries or --log")
+            raise SpecError("canaries stand in the records of the spec's data source: give --canary-file or --state")
         found = {name: folder for folder in question.logs for name in learners_in(folder, run_id)}
         names = question.learners or tuple(name for name in spec.names if name in found)
         if not names or not set(names) <= found.keys():
             whose = " and of ".join(names) or "one of its learners"
             raise SpecError(
-                f"--log must name state folders with the log of {whose} in run {run_id}: it is there while the run goes on, "
+                f"--state must name state folders with the log of {whose} in run {run_id}: it is there while the run goes on, "
                 "and behind it where the learner was started with --keep-log"
             )
         indices = {learner_index(spec, name): name for name in names}
@@ -324,7 +324,7 @@ def _provenance(capture: Capture) -> tuple[str, str]:
         signed = provenance([capture], capture.place, stands=Path.cwd()).text
     except CaptureError as error:
         signed = wrong = f"{error}."
-    return f"{signed} {TAKEN} sottovoce audit SPEC --from holds the capture to the spec that you were told.", wrong
+    return f"{signed} {TAKEN} sottovoce audit SPEC --captures holds the capture to the spec that you were told.", wrong
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:

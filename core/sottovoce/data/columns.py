@@ -30,7 +30,7 @@ from sottovoce.yaml_files import format_of
 
 _TOLD = 12
 """Columns of which an error says what is wrong."""
-_DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
+_DECLARE = "declare its fields in a schema (`sottovoce init --schema-only` drafts one from public records)"
 _MORE = 2**16
 """Bytes after the first line of a `.csv` file that may tell that it is another format."""
 _LONGEST_LINE = 2**24

@@ -334,7 +334,7 @@ def _finite(number: float) -> str:
 
 
 def _check_fields(table: RawTable, source: str) -> None:
-    """No column is an index or names records, and every label is one: as `schema infer` sees it."""
+    """No column is an index or names records, and every label is one: as `init --schema-only` sees it."""
     for k, name in enumerate(table.columns or ()):
         values = table.features[:, k]
         why = INDEX if is_index(name) else ""

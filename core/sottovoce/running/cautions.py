@@ -55,7 +55,7 @@ def budget_cautions(run: Run, data: PlacedData) -> Iterator[Caveat]:
         BUDGET_ENDS,
         f"privacy.budget {budgets[largest]:g} is below what {spec.rounds} rounds cost, epsilon {cost} at "
         f"{spec.names[largest]}: {in_short(stops)} (rounds count from 0) would exceed it and sends no message; a run of services "
-        f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce calibrate)",
+        f"ends there, a simulation goes on; what fits: {', '.join([*fits, 'or more noise'])} (sottovoce budget --target)",
     )
 
 

@@ -278,7 +278,7 @@ def default_policy_caution(run: Run) -> Iterator[Caveat]:
         yield Caveat(
             "DEFAULT_POLICY",
             f"services started without --policy refuse this run: the default policy allows epsilon_per_run {limit:g}, and the "
-            f"spec asks for {format_above(cost, limit)} (sottovoce policy check); `sottovoce up` and simulations do not ask "
+            f"spec asks for {format_above(cost, limit)} (sottovoce policy SPEC); `sottovoce up` and simulations do not ask "
             "for it",
         )
 
@@ -327,7 +327,7 @@ def load_policy(path: Path | None) -> Policy:
     return policy
 
 
-_BEGIN = "`sottovoce policy show` prints one to begin with"
+_BEGIN = "`sottovoce policy` prints one to begin with"
 
 
 def dump_policy(policy: Policy) -> str:
@@ -365,7 +365,7 @@ def _remedy(refused: Sequence[Finding]) -> str:
         return (
             f"{' and '.join(f'`{each.clause}: {each.enough}`' for each in refused)} in the file of --policy allows it"
         )
-    return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy show` prints them)"
+    return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy` prints them)"
 
 
 def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> Finding:

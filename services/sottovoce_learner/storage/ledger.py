@@ -109,7 +109,7 @@ def require_readable(lines: tuple[Line, ...], learner: str, path: Path) -> None:
     if first.get("learner") != learner:
         raise DataError(
             f"{path} must be the ledger of {learner!r}, and is that of {first.get('learner')!r}: put back the right one, or "
-            "leave it to `sottovoce ledger repair`"
+            "leave it to `sottovoce ledger --repair`"
         )
 
 
@@ -303,7 +303,7 @@ def read_mark(path: Path, *, copied: bool = False) -> Mark | None:
         raise DataError(
             f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
             "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the only "
-            f"one that is left, say so: `sottovoce ledger moved {path.parent} --learner {path.stem}`"
+            f"one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
         )
     return found
 

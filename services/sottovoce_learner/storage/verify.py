@@ -200,7 +200,8 @@ def _damaged(standing: Standing, what: str) -> NoReturn:
     figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
     raise DataError(
         f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is lost, "
-        f"`sottovoce ledger repair {standing.files.folder} --learner {name!r}` charges what may have been spent, {figure}"
+        f"`sottovoce ledger --repair --state {standing.files.folder} --learner {name!r}` charges what may have been spent, "
+        f"{figure}"
     )
 
 
@@ -239,7 +240,7 @@ class Ledger:
     def require_known(self, learner: str, sent: Sequence[Sent]) -> None:
         """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
 
-        What its owner charged (`sottovoce ledger repair --charge`) stands for all that was sent before.
+        What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.
 
         Raises:
             DataError: as `lines`; or the ledger knows less of a run than was sent in it.

@@ -1,19 +1,17 @@
-"""What an owner does with its learner's model."""
+"""What runs leave: models and recorded traffic."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import MOST, AllowImports, AsJson, IdentityFolder, Insecure, app, models_app
-
-if TYPE_CHECKING:
-    from sottovoce_client.live.sending import At
+from sottovoce_client.cli.app import MOST, app, models_app, transcript_app
+from sottovoce_client.cli.common_options import NETWORK, common
 
 LearnerName = Annotated[
     str, typer.Option("--learner", help="Of the learner, which it must have.", show_default="whoever is there")
@@ -26,7 +24,7 @@ OwnSpec = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(rich_help_panel="Runs", uses=("as_json", "allow_imports", *NETWORK))
 def predict(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of your learner, HOST:PORT.", show_default=False)],
     file: Annotated[
@@ -42,10 +40,6 @@ def predict(
     out: Annotated[
         Path | None, typer.Option("--out", help="A .csv or .parquet file to write.", show_default="standard output")
     ] = None,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
 ) -> None:
     """What your learner's model says of the records of a file.
 
@@ -55,6 +49,7 @@ def predict(
     """
     from sottovoce.spec import load_spec
     from sottovoce_client.documents import require_new
+    from sottovoce_client.live.sending import At
     from sottovoce_client.models import inputs, predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
@@ -63,11 +58,11 @@ def predict(
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)
-    at = _at(address, learner, identity, insecure)
-    found = asyncio.run(predicting.predict(at, file, own, imports=allow_imports))
+    at = At(address, learner, common().credentials)
+    found = asyncio.run(predicting.predict(at, file, own, imports=common().allow_imports))
     if out is not None:
         predicting.write(found.table, out)
-    if as_json:
+    if common().as_json:
         print_json(
             {
                 "run": found.run_id,
@@ -88,7 +83,7 @@ def predict(
     print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
 
 
-@models_app.command("export")
+@models_app.command("export", uses=("as_json", "allow_imports", *NETWORK))
 def export(
     source: Annotated[
         str,
@@ -108,10 +103,6 @@ def export(
             "--unprotected", help="Write it, too, where no epsilon covers it: whoever has it may learn of records."
         ),
     ] = False,
-    identity: IdentityFolder = None,
-    insecure: Insecure = False,
-    allow_imports: AllowImports = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write a learner's linear model to a file, with its columns, scaling, classes, and what handing it out costs.
 
@@ -123,6 +114,7 @@ def export(
     from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.documents import require_new
+    from sottovoce_client.live.sending import At
     from sottovoce_client.models import exporting
 
     exporting.require_writable(out)
@@ -133,11 +125,11 @@ def export(
         if ":" not in source:
             raise SpecError(f"a model is a learner's, at HOST:PORT, or in a folder that exists, got {source!r}")
         own = None if spec is None else load_spec(spec)
-        at = _at(source, learner, identity, insecure)
-        model = asyncio.run(exporting.of_learner(at, own, imports=allow_imports))
+        at = At(source, learner, common().credentials)
+        model = asyncio.run(exporting.of_learner(at, own, imports=common().allow_imports))
     exporting.require_covered(model, unprotected)
     exporting.write(model, out)
-    if as_json:
+    if common().as_json:
         terminal.print_json({"out": out, **model.about})
         return
     table = terminal.facts()
@@ -146,8 +138,62 @@ def export(
     terminal.console().print(table)
 
 
-def _at(address: str, learner: str, identity: Path | None, insecure: bool) -> At:
-    from sottovoce_client.live.sending import At
-    from sottovoce_rpc.credentials import Credentials
+Overheard = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER",
+        help="A capture, a folder with captures or runs, or a .parquet file; also a URL.",
+        show_default=False,
+    ),
+]
 
-    return At(address, learner, Credentials(identity, insecure))
+
+@transcript_app.command("show")
+def transcript_show(
+    folder: Overheard,
+    sender: Annotated[
+        str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
+    ] = "0",
+    first: Annotated[int, typer.Option(min=0, max=MOST, help="How many of them.")] = 3,
+) -> None:
+    """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
+    from sottovoce_client.transcripts.show import show
+
+    show(folder, sender=sender, first=first)
+
+
+@transcript_app.command("query")
+def transcript_query(
+    folder: Overheard,
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT statement.", show_default=False)],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.parquet", help="Write all rows to this file.")
+    ] = None,
+) -> None:
+    """Ask in SQL. Tables: messages (the raw records) and said (run, world, replica, round, sender, field, value).
+
+    A query sees these tables and nothing else: no file, no network.
+    """
+    from sottovoce_client.transcripts.query import query
+
+    query(folder, sql, out=out, as_csv=sys.stdout if as_csv else None)
+
+
+@transcript_app.command("verify")
+def transcript_verify(
+    capture: Annotated[str, typer.Argument(metavar="CAPTURE", help="Folder or URL of a capture.", show_default=False)],
+    ca: Annotated[
+        Path,
+        typer.Option(
+            "--ca", metavar="FILE", help="Authorities that are believed: ca.crt of any identity.", show_default=False
+        ),
+    ],
+) -> None:
+    """What of a capture its learners have signed, and whether one has said two things.
+
+    Exit code 1: one has, or a signature is wrong. 3: signatures are missing, of some rounds or of all.
+    """
+    from sottovoce_client.transcripts.verify import verify
+
+    raise typer.Exit(verify(capture, ca))
