@@ -22,10 +22,10 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.noticing import Expected, Noticing, Said
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.worlds import Share, children, numbers_of, overhear
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import Draw, Law, Noise, SeededNoise, no_noise
+from sottovoce.optional import import_extra
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript

@@ -24,8 +24,8 @@ from sottovoce.optional import get_extra
 from sottovoce.spec import parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.documents import private, write_json
-from sottovoce_client.reports.drawing import Figure, View, thinned
-from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, line, rule
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
 from sottovoce_eavesdropper.reading import find_captures

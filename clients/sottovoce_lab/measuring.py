@@ -16,9 +16,9 @@ import numpy as np
 
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.worlds import at_a_time, overhear, shares
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise
+from sottovoce.optional import import_extra
 from sottovoce.running.simulator import simulate
 from sottovoce_lab.breaking import FOUND, Spoken, notices
 from sottovoce_lab.mutants import Broken, Kind, Mutant, mirrored

@@ -24,9 +24,8 @@ import numpy as np
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.arrays import AnyArray, Batch, FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.files import AnyArray
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.losses.linear import Softmax

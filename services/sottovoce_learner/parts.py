@@ -11,8 +11,6 @@ from sottovoce.algorithms.interface import Who
 from sottovoce.errors import NotReady, SpecError
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
-from sottovoce_client.feeding.pump import Terms
-from sottovoce_coordinator.store import Store
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.queue import intake_for
 from sottovoce_learner.memory import Allowance, Books, Memory
@@ -24,7 +22,7 @@ from sottovoce_learner.sharing import digests_of, roster_of, run_of
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.recovery import recover
 from sottovoce_learner.storage.snapshot import names_of
-from sottovoce_learner.storage.store import RunLog, Snapshots
+from sottovoce_learner.storage.store import RunLog, Snapshots, Store, Terms
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.specs import check_size

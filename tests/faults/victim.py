@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 from sottovoce.errors import Unavailable
 from sottovoce_coordinator.conducting import Amender
 from sottovoce_coordinator.store import Store
-from sottovoce_coordinator.store import Store as Ledgers
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.store import Store as Ledgers
 from sottovoce_learner.storage.wal import Kind
 
 FULL_S = 3.0

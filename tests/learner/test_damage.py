@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import DataError
-from sottovoce_client.feeding.pump import Terms
-from sottovoce_coordinator.store import Store
 from sottovoce_learner.storage import state_folder, verify, wal
 from sottovoce_learner.storage.ledger import SLOT, LedgerLine
 from sottovoce_learner.storage.state_folder import Files, claim, content
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.store import RunLog, Store, Terms
 from sottovoce_learner.storage.verify import Ledger, repair, stand, under_way
 from sottovoce_learner.storage.wal import PAGE, Durability, Said
 

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import DataError
-from sottovoce_client.feeding.pump import Terms
-from sottovoce_coordinator.store import Store
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_learner.storage.store import RunLog, end_run
+from sottovoce_learner.storage.store import RunLog, Store, Terms, end_run
 from sottovoce_learner.storage.wal import About, Kind, Log, read_log
 
 ABOUT = About("00" * 16, "ann", "run-1", "power")

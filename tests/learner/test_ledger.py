@@ -19,14 +19,13 @@ from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
-from sottovoce_client.feeding.pump import Terms
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_coordinator.store import Store
 from sottovoce_learner.memory import Allowance, Books
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.state_folder import claim
+from sottovoce_learner.storage.store import Store, Terms
 from sottovoce_learner.storage.verify import Ledger, repair
 from tests.examples import ALLOWING
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Who
 from sottovoce.errors import DataError, SottovoceError
-from sottovoce_client.feeding.pump import Terms
 from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.memory import Books, Memory
 from sottovoce_learner.peers.outbox import Link
@@ -19,7 +18,7 @@ from sottovoce_learner.storage import ledger, state_folder, verify
 from sottovoce_learner.storage.ledger import LedgerLine, Mark, MarkFile
 from sottovoce_learner.storage.recovery import replay
 from sottovoce_learner.storage.state_folder import Held, hashed, host
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.store import RunLog, Terms
 from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, encode_entry, read_entries
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach

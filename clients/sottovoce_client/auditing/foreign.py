@@ -30,8 +30,8 @@ from sottovoce_client.auditing.foreign_runs import ForeignRequest, Reading, load
 from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
 from sottovoce_client.auditing.report import DIGEST_LINES, attempts_of, guesses_table, tests_table
 from sottovoce_client.documents import write_json
-from sottovoce_client.reports.drawing import Figure, View
-from sottovoce_client.reports.marks import BLUE, GREEN, PINK, Axis, line, rule, upright
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.marks import BLUE, GREEN, PINK, Axis, View, line, rule, upright
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, at_best_line, count, number, plural
 

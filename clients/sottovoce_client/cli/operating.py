@@ -237,8 +237,9 @@ def console(
 
     Prints the address to open; nobody can look without the token in it. Needs the extra console.
     """
+    from sottovoce_client.running.monitoring import Places
     from sottovoce_client.web.app import serve_console
-    from sottovoce_client.web.services import Asked, Places
+    from sottovoce_client.web.services import Asked
     from sottovoce_rpc.logs import configure_logs
 
     if folder is not None and not folder.is_dir():

@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 import structlog
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce.optional import import_extra
 from sottovoce.registry import load
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_rpc.addresses import place_of, place_of_url

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from sottovoce.data.cells import normal
-from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, SpecError
+from sottovoce.optional import import_extra
 from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, StandardInput, anything
 from sottovoce_client.feeding.records import Message, Misfit, Part, Unreadable
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.optional import import_extra
 from sottovoce.table import Table
 from sottovoce_client.documents import until_complete
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, thinned

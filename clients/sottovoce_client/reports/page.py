@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 from sottovoce_client import wording
 from sottovoce_client.documents import Opener, write_text
 

@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import Unavailable
+from sottovoce.optional import import_extra
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.services import Asked
 from sottovoce_rpc.addresses import place_of

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce.data.files import import_extra
 from sottovoce.errors import NotReady, SpecError, Unavailable
+from sottovoce.optional import import_extra
 from sottovoce.text import plain
 from sottovoce_client.running.monitoring import Count, Places, Way
 from sottovoce_rpc.addresses import place_of

@@ -22,7 +22,7 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.views import CHANNEL, COLUMNS, REPEATED, Conversation, Overheard, decoded, sources, thing_at
-from sottovoce.data.files import import_extra
+from sottovoce.optional import import_extra
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
