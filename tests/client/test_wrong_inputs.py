@@ -124,7 +124,7 @@ WRONG = [
     ("doctor --learner-address a:1 --learner-address b:0", f"--learner-address {ADDRESS} 1 to 65535, got 'b:0'"),
     ("console nowhere", "FOLDER must be a folder of results, and there is none at nowhere"),
     ("console folder --watch host", f"--watch {ADDRESS}"),
-    ("audit", "audit needs a SPEC, or --captures CAPTURES"),
+    ("audit", "audit needs a SPEC, or --captures FOLDER"),
     ("audit spec.yaml --learner west", "--learner must be one of north, south, got west"),
     ("audit spec.yaml --replacement mirror", "--replacement needs --record"),
     ("audit spec.yaml --record 0 --replacement nowhere.json", "--replacement nowhere.json must hold a JSON object"),

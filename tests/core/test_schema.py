@@ -770,12 +770,6 @@ def test_a_spec_with_a_schema_goes_round(tmp_path: Path) -> None:
     assert plan_hash(changed, 9) != plan_hash(spec, 9), "the order of classes is part of the plan"
 
 
-def test_a_spec_without_a_schema_is_the_plan_that_it_was() -> None:
-    """The hash of the version before schemas."""
-    spec = parse_spec({"rounds": 3, "algorithm": "ldp-dol"}, imports=False)
-    assert plan_hash(spec, 4).hex() == "52e50a1da06b5a16ea4a89a6eec20d1d277fdfb7de0db1478060947dce6af32f"
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

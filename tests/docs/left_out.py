@@ -86,7 +86,7 @@ NOT_RUN: dict[str, dict[str, Why]] = {
     "docs/policy.md": {"sottovoce learner": Why.ELSEWHERE},
     "docs/python.md": {"sottovoce simulate": Why.TWICE, "sottovoce plot wards": Why.TWICE},
     "docs/scale.md": {"pip install": Why.INSTALLED, "dask": Why.ELSEWHERE, "sottovoce sweep": Why.ELSEWHERE},
-    "docs/schema.md": {"sottovoce init --schema-only": Why.YOURS},
+    "docs/schema.md": {"sottovoce init public.csv": Why.YOURS},
     "docs/selftest.md": {"sottovoce lab power": Why.LONG},
     "docs/systemd.md": {
         "python3": Why.ROOT,

@@ -278,7 +278,7 @@ def _side(at: float) -> int:
 def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -> None:
     """Set title, scale, ends and ticks; `values` are all that are drawn along it."""
     known = np.concatenate([*values, np.zeros(0)])
-    known = known[np.isfinite(known)]
+    known = known[np.abs(known) < _FAR]  # only these are drawn
     low, high = said.low, said.high
     getattr(axes, f"set_{which}label")(said.title)
     if said.log:

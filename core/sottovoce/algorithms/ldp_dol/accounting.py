@@ -101,7 +101,7 @@ class LdpDolAccountant(FirstRecord):
             first_record(SensitivityRecursion("loose", theirs, self._schedules, self._smallest), self._learner, rounds)
         )
 
-    def _infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
         """Of one replaced record among at least the smallest batch a round; what is used again has no end to be planned for."""
         batch = int(counts.min())
         if self._changes or batch == 0 or (replaced is not None and replaced.sum() > 1):
