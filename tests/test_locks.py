@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).parents[1]
 FOLDER, ADVISORIES = CHECKOUT / "deploy" / "requirements", CHECKOUT / ".ci" / "advisories.py"
@@ -40,7 +41,7 @@ def chosen(name: str, python: str) -> dict[str, str]:
     for each, _ in locked(name):
         if each.marker is None or each.marker.evaluate(own):
             assert each.name not in found, f"{each.name} has two versions on {python}"
-            found[each.name] = str(each.specifier).removeprefix("==")
+            found[canonicalize_name(each.name)] = str(each.specifier).removeprefix("==")
     return found
 
 
@@ -60,7 +61,7 @@ def test_a_lock_fits_the_project_on_every_python(name: str, python: str) -> None
     versions = chosen(name, python)
     for text in wanted:
         requirement = Requirement(text)
-        assert requirement.specifier.contains(versions[requirement.name], prereleases=True), (text, versions)
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)], prereleases=True), (text, versions)
 
 
 def test_locks_of_more_hold_the_versions_of_less() -> None:

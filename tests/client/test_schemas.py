@@ -169,10 +169,10 @@ def test_words_that_yaml_reads_otherwise_stay_words(folder: Path) -> None:
         [["no", "1"], ["off", "0"], ["2020-01-01", "1"], ["~", "0"], ["1e3", "1"]] * 4,
         ("answer", "y"),
     )
-    text = ran("infer", "odd.csv").stdout
+    text = ran("init", "odd.csv", "--schema-only").stdout
     assert "categories: ['1e3', '2020-01-01', 'no', 'off', '~']" in text
     (folder / "odd.yaml").write_text(text, encoding="utf-8")
-    assert "20 of 20 records fit" in told("check", "odd.yaml", "odd.csv")
+    assert "20 of 20 records fit" in told("data", "describe", "odd.csv", "--schema", "odd.yaml")
     (folder / "odd.yaml").write_text(text.replace("'2020-01-01'", "2020-01-01"), encoding="utf-8")
     with pytest.raises(SpecError, match="put quotes around what is text"):
         ran("data", "describe", "odd.yaml")

@@ -167,7 +167,7 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
     for arguments in ((None, None, None), ("folder", "host:1", "run"), (None, "host:1", None)):
         with pytest.raises(SpecError, match="--eavesdropper HOST:PORT and --run RUN_ID"):
             where(*arguments)
-    with pytest.raises(SpecError, match=r"has canaries in its records .*: give --canaries"):
+    with pytest.raises(SpecError, match=r"has canaries in its records .*: give --canary-file"):
         watched(capture_in(folder), once=True)
 
 
