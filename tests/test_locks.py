@@ -61,7 +61,10 @@ def test_a_lock_fits_the_project_on_every_python(name: str, python: str) -> None
     versions = chosen(name, python)
     for text in wanted:
         requirement = Requirement(text)
-        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)], prereleases=True), (text, versions)
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)], prereleases=True), (
+            text,
+            versions,
+        )
 
 
 def test_locks_of_more_hold_the_versions_of_less() -> None:
