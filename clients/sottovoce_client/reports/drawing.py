@@ -129,7 +129,7 @@ _WIDTH, _PAGE_WIDTH, _INCH = 480, 560, 96
 """Of a figure for papers (a column and a half of most), of one on a page, which stretches it, and an inch, in pixels."""
 _POINT = 72 / _INCH
 """A pixel, in points."""
-_LETTERS, _SIGN, _ROW = 80, 11, 17
+_LETTERS, _SIGN, _ROW = 80, 14, 17
 """Of a row of the legend: how many there is room for, how many a line's sign is as wide as, and how high it is."""
 _DPI = 200
 _FEW_POINTS = 10
@@ -213,13 +213,16 @@ def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
         axes.set_axis_off()
     else:  # Matplotlib's own layouts draw everything twice
         widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
-        left, right, top, bottom = 34 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
+        left, right, top, bottom = 40 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
         axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     if rows:
         # Matplotlib leaves out names that begin with an underscore.
         names = [f"\u200b{mark.name}" if mark.name.startswith("_") else mark.name for mark in listed]
         shown = [signs[id(mark)] for mark in listed]
-        canvas.legend(shown, names, loc="lower center", ncols=across, frameon=False, fontsize=8, handlelength=3)
+        # A page enlarges text where a figure is narrow: columns leave room for that.
+        spacing = 2.0 + 0.16 * max(map(len, names))
+        look = {"frameon": False, "fontsize": 8, "handlelength": 3, "columnspacing": spacing}
+        canvas.legend(shown, names, loc="lower center", ncols=across, **look)
     return canvas
 
 
