@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,29 +21,26 @@ import structlog
 
 from sottovoce.auditing.noticing import Notice
 from sottovoce.errors import CaptureError, RemoteProtocolError, StrangerError
+from sottovoce.network.roster import names_of
 from sottovoce.registry import ENDLESS
 from sottovoce.running.transcript import KEPT
+from sottovoce.spec import MOST_LEARNERS
+from sottovoce.text import called
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, Ciphertext, part_number
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.principals import Principal, Role
+from sottovoce_rpc.signatures import is_signature
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-import time
-
-from sottovoce.network.roster import names_of
-from sottovoce.spec import MOST_LEARNERS
-from sottovoce.text import called
-from sottovoce_eavesdropper.relay import MOST_PAYLOAD
-from sottovoce_rpc.principals import Principal, Role
-from sottovoce_rpc.signatures import is_signature
 
 log = structlog.get_logger()
 

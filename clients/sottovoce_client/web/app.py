@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import hmac
+import re
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from http.cookies import CookieError, SimpleCookie
 from importlib import resources
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qs
 
+from sottovoce.errors import SpecError, Unavailable
+from sottovoce.optional import import_extra
 from sottovoce_client.web.files import Files
-from sottovoce_rpc.addresses import of_this_user
+from sottovoce_client.web.gather import Gathering
+from sottovoce_client.web.services import Asked
+from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
+from sottovoce_rpc.server import serve_until_stopped
+from sottovoce_rpc.tasks import Tasks
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-import hmac
-import re
-import secrets
-from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
-
-from sottovoce.errors import SpecError
-from sottovoce_rpc.addresses import is_loopback
-
-if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-from sottovoce.errors import Unavailable
-from sottovoce.optional import import_extra
-from sottovoce_client.web.gather import Gathering
-from sottovoce_client.web.services import Asked
-from sottovoce_rpc.addresses import place_of
-from sottovoce_rpc.server import serve_until_stopped
-from sottovoce_rpc.tasks import Tasks
 
 OWN = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
