@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 FLOORS = {
-    "sottovoce": 95,
+    "sottovoce_core": 95,
     "sottovoce_rpc": 96,
     "sottovoce_learner": 95,
     "sottovoce_eavesdropper": 96,

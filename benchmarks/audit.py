@@ -21,12 +21,12 @@ from machine import used, write_json
 from rich.console import Console
 from simulator import DIM, LEARNERS, data_of
 
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.running.run import build_run
-from sottovoce.spec import parse_spec
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.backends import mapper_over
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import parse_spec
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
 ROUNDS = 50

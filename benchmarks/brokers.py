@@ -28,14 +28,14 @@ import nats
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.experiment import prepare
-from sottovoce.spec import parse_spec
 from sottovoce_client.feeding.broker import opened
 from sottovoce_client.feeding.nats import NATS
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms, feed
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import parse_spec
 
 RECORD = json.dumps({"age": 61, "ward": "icu", "outcome": "home"}).encode()
 SCHEMA = {

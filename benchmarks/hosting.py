@@ -34,12 +34,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SottovoceError
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.service import CoordinatorConfig, serve
 from sottovoce_coordinator.starting import MOST_LEARNERS
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire

@@ -29,12 +29,12 @@ from machine import write_json
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.experiment import prepare
-from sottovoce.spec import parse_spec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 

@@ -18,14 +18,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.dataset import load_dataset
-from sottovoce.noise import SeededNoise
-from sottovoce.running.participation import NONE, USED, lateness, on_time
-from sottovoce.running.placement import place
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.dataset import load_dataset
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.participation import NONE, USED, lateness, on_time
+from sottovoce_core.running.placement import place
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")

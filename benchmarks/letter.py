@@ -19,13 +19,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.arrays import Batch
-from sottovoce.data.known import data_folders, find
-from sottovoce.errors import SottovoceError
-from sottovoce.experiment import prepare
-from sottovoce.noise import SeededNoise
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.arrays import Batch
+from sottovoce_core.data.known import data_folders, find
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec, parse_spec
 
 
 def source() -> tuple[str, int, int]:

@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 from bare_ring import SPARSE_FROM
 
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SottovoceError
-from sottovoce.optional import get_extra
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.pki import Authority
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.local import LocalServices
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.optional import get_extra
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire

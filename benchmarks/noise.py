@@ -21,8 +21,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.noise import Draw, KeyedNoise, Law, Noise, OpenDpNoise, SeededNoise, SystemNoise, grid
-from sottovoce.optional import get_extra
+from sottovoce_core.noise import Draw, KeyedNoise, Law, Noise, OpenDpNoise, SeededNoise, SystemNoise, grid
+from sottovoce_core.optional import get_extra
 
 SCALE = 1.37
 SPACING = grid(SCALE)

@@ -32,7 +32,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().with_name("peers")))
 from progress import FILE, FORM, read
 
-from sottovoce.errors import SottovoceError
+from sottovoce_core.errors import SottovoceError
 
 SCRIPTS = Path(__file__).resolve().with_name("peers")
 DIM = 117

@@ -21,11 +21,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.audit import rehearsed
-from sottovoce.auditing.blackbox import ROUNDS, attack, number_views
-from sottovoce.auditing.bounds import BLIND, Levels, epsilon_lower_bound, threshold
-from sottovoce.noise import Draw, SeededNoise, grid, on_grid
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.audit import rehearsed
+from sottovoce_core.auditing.blackbox import ROUNDS, attack, number_views
+from sottovoce_core.auditing.bounds import BLIND, Levels, epsilon_lower_bound, threshold
+from sottovoce_core.noise import Draw, SeededNoise, grid, on_grid
 
 ALPHA = 0.05
 RUNS = (1_000, 10_000, 100_000)

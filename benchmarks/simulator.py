@@ -24,11 +24,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import SeededNoise
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
 LEARNERS, DIM = 5, 117

@@ -68,7 +68,7 @@ def main(venv: Path, out: Path) -> None:
 def _compile(folder: Path, out: Path) -> None:
     """Ours beside their sources, others' in place of them; debugging symbols are left out, too."""
     for path in [*folder.rglob("*.py")]:
-        own = any(part.startswith("sottovoce_") or part == "sottovoce" for part in path.relative_to(out).parts[4:])
+        own = any(part == "sottovoce" or part.startswith("sottovoce_") for part in path.relative_to(out).parts[4:])
         # Never compared with a source, whose time says nothing.
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
         name = "/" + str(path.relative_to(out))

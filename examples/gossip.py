@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.algorithms.setting import AlgorithmSpec, Setting
-from sottovoce.arrays import Batch
-from sottovoce.losses import mean_gradient
-from sottovoce.noise.mechanisms import laplace_density, laplace_loss, say_laplace
-from sottovoce.privacy.accountant import ListedLosses
-from sottovoce.privacy.guarantee import Mechanism
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.algorithms.setting import AlgorithmSpec, Setting
+from sottovoce_core.arrays import Batch
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.noise.mechanisms import laplace_density, laplace_loss, say_laplace
+from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.privacy.guarantee import Mechanism
 
 
 class GossipSpec(AlgorithmSpec):

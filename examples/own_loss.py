@@ -3,8 +3,8 @@
 import numpy as np
 
 import sottovoce as sv
-from sottovoce.losses import MarginLoss
-from sottovoce.registry import Positive
+from sottovoce_core.losses import MarginLoss
+from sottovoce_core.registry import Positive
 
 
 class Huber(MarginLoss):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy import special
 
-from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.bounds import Levels, Test
-from sottovoce.auditing.conformance.block import Block, Instrument
-from sottovoce.auditing.conformance.residuals import ALL
-from sottovoce.noise import grid
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.residuals import ALL
+from sottovoce_core.noise import grid
 
 SCALE = 1.5
 """Of the noise, where a test does not say another one; spacings are `1.5 * 2^40` of a scale apart."""

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import Draw, Noise, SeededNoise
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 
 Swapped = Literal["record", "round", "learner"]
 """What differs between adjacent worlds: one record, all records of a round, or all records of a learner."""

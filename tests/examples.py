@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.running.policy import load_policy
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.running.policy import load_policy
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 
 ALLOWING_FILE = Path(__file__).with_name("allowing.yaml")
 ALLOWING = load_policy(ALLOWING_FILE)

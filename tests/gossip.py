@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.setting import AlgorithmSpec, Caveat, Setting
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.noise import Noise
-from sottovoce.noise.mechanisms import laplace_density, say_laplace
-from sottovoce.privacy.accountant import ListedLosses
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.noise import Noise
+from sottovoce_core.noise.mechanisms import laplace_density, say_laplace
+from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.spec import RunSpec, parse_spec
 
 GOSSIP = "tests.gossip:GossipSpec"
 

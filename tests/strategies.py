@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sottovoce.arrays import FloatArray
-from sottovoce.decision_sets import Block, Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
-from sottovoce.losses import MarginLoss
-from sottovoce.losses.linear import Hinge, Logistic, PassGlm, Ridge, SmoothedHinge, Softmax, Squared
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.decision_sets import Block, Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
+from sottovoce_core.losses import MarginLoss
+from sottovoce_core.losses.linear import Hinge, Logistic, PassGlm, Ridge, SmoothedHinge, Softmax, Squared
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""

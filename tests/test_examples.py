@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sottovoce.spec import parse_spec
+from sottovoce_core.spec import parse_spec
 from tests.services.network import network
 
 CHECKOUT = Path(__file__).resolve().parent.parent

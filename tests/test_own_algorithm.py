@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.budget.composition import epsilon_at, message_losses
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.accountant import ListedLosses, guarantee
-from sottovoce.privacy.guarantee import Event, Mechanism
-from sottovoce.running.replay import replay
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
 from sottovoce_client.cli import main
+from sottovoce_core.budget.composition import epsilon_at, message_losses
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.accountant import ListedLosses, guarantee
+from sottovoce_core.privacy.guarantee import Event, Mechanism
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.logs import others_fault
 from tests.examples import made_up
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.arrays import Batch
-from sottovoce.data import load_dataset
-from sottovoce.errors import SpecError
-from sottovoce.noise import SeededNoise
-from sottovoce.running.placement import place
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import code_to_import, parse_spec
+from sottovoce_core.arrays import Batch
+from sottovoce_core.data import load_dataset
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.placement import place
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import code_to_import, parse_spec
 
 PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")
 

@@ -13,13 +13,13 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.online.keys import Keys
-from sottovoce.auditing.online.watch import Alarm, Watch
-from sottovoce.data import PlacedData
-from sottovoce.noise import Draw, SeededNoise
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.online.keys import Keys
+from sottovoce_core.auditing.online.watch import Alarm, Watch
+from sottovoce_core.data import PlacedData
+from sottovoce_core.noise import Draw, SeededNoise
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
 from tests.examples import made_up, small_run
 
 LEARNERS, NUMBERS, ALPHA = 5, 17, 1e-3

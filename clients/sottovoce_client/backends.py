@@ -17,9 +17,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from sottovoce.errors import SpecError, Unavailable
-from sottovoce.optional import import_extra
 from sottovoce_client.documents import scratch
+from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.optional import import_extra
 from sottovoce_rpc.addresses import place_of
 
 Backend = str

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sottovoce.errors import SpecError
-from sottovoce.spec import RunSpec
-from sottovoce.yaml_files import write_yaml
+from sottovoce_core.errors import SpecError
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.yaml_files import write_yaml
 
 HEADER = """\
 # Written by `sottovoce spec values`. Values of your own go into another file: helm install -f THIS -f YOURS.

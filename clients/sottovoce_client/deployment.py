@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sottovoce.data import PlacedData
-from sottovoce.experiment import Experiment, prepare
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.data import PlacedData
+from sottovoce_core.experiment import Experiment, prepare
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel, reach

@@ -22,12 +22,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.errors import DataError, SottovoceError
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.feeding.broker import feeds
 from sottovoce_client.feeding.sinks import HTTP
 from sottovoce_client.wording import count
+from sottovoce_core.errors import DataError, SottovoceError
+from sottovoce_core.text import plain
 from sottovoce_learner.storage.verify import Ledger, verify
 from sottovoce_rpc.access import NOT_BELIEVED
 from sottovoce_rpc.addresses import is_loopback

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic_core import to_json, to_jsonable_python
 
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 
 Opener = Callable[[str, int], int]
 """What opens a file: its path and flags to a descriptor."""

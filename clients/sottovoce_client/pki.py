@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 
-from sottovoce.errors import NotReady, SpecError
 from sottovoce_client import terminal
+from sottovoce_core.errors import NotReady, SpecError
 from sottovoce_rpc.certificates import (
     AUTHORITIES,
     CERTIFICATE,

@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sottovoce.budget.calibration import ROUNDS, epsilons, first_spec
-from sottovoce.data.cells import normal
-from sottovoce.data.columns import default_label, read_cells, require_column, require_names
-from sottovoce.data.dataset import Dataset, load_dataset, read_source, require_source
-from sottovoce.data.encoding import alike, class_named, texts_of
-from sottovoce.data.files import READABLE, RawTable
-from sottovoce.data.spec import DataSpec
-from sottovoce.errors import SpecError
-from sottovoce.running.placement import place
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, load_schema, parse_spec
-from sottovoce.yaml_files import write_yaml
 from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
+from sottovoce_core.budget.calibration import ROUNDS, epsilons, first_spec
+from sottovoce_core.data.cells import normal
+from sottovoce_core.data.columns import default_label, read_cells, require_column, require_names
+from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
+from sottovoce_core.data.encoding import alike, class_named, texts_of
+from sottovoce_core.data.files import READABLE, RawTable
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import SpecError
+from sottovoce_core.running.placement import place
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, load_schema, parse_spec
+from sottovoce_core.yaml_files import write_yaml
 
 Ask = Callable[[str, str], str]
 """What somebody answers to a question; the second text is the answer of whoever only presses Enter."""

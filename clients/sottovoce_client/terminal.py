@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from sottovoce.text import plain_lines
+from sottovoce_core.text import plain_lines
 
 _DRAWN_S = 0.1
 """A bar is drawn again after so long: what reports every millisecond is not slowed down by it."""

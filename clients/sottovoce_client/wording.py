@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from sottovoce.auditing.bounds import LEAST_CHANCE
-from sottovoce.network.roster import Absence
-from sottovoce.running.participation import Lateness
+from sottovoce_core.auditing.bounds import LEAST_CHANCE
+from sottovoce_core.network.roster import Absence
+from sottovoce_core.running.participation import Lateness
 
 NOTHING = "–"
 ALONE = "one learner has no neighbours: it sends nothing to anybody and learns from its own records alone"

@@ -16,19 +16,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.algorithms.interface import OnLattice
-from sottovoce.algorithms.setting import spread
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.noticing import Expected, Noticing, Said
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.worlds import Share, children, numbers_of, overhear
-from sottovoce.errors import SpecError
-from sottovoce.losses import mean_gradient
-from sottovoce.noise import Draw, Law, Noise, SeededNoise, no_noise
-from sottovoce.optional import import_extra
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
+from sottovoce_core.algorithms.interface import OnLattice
+from sottovoce_core.algorithms.setting import spread
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.noticing import Expected, Noticing, Said
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.worlds import Share, children, numbers_of, overhear
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.noise import Draw, Law, Noise, SeededNoise, no_noise
+from sottovoce_core.optional import import_extra
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from sottovoce.algorithms.interface import Heard
-from sottovoce.arrays import Batch
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.errors import BudgetExhausted
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce_core.algorithms.interface import Heard
+from sottovoce_core.arrays import Batch
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.errors import BudgetExhausted
+from sottovoce_core.noise import Noise, SeededNoise
 from sottovoce_lab.breaking import Altered
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_learner.config import LearnerConfig

@@ -21,13 +21,6 @@ import grpc
 import numpy as np
 from structlog.testing import capture_logs
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.experiment import Prepared
-from sottovoce.running.policy import Policy
-from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of, find
 from sottovoce_client.auditing.foreign_runs import read_runs
@@ -38,6 +31,13 @@ from sottovoce_client.running.local import issue_local
 from sottovoce_client.running.operate import run_on
 from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.audit import Audit
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.bounds import epsilon_lower_bound, interval
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import joint
-from sottovoce.running.replay import Replay, replay
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
 from sottovoce_client.wording import number
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.bounds import epsilon_lower_bound, interval
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.guarantee import joint
+from sottovoce_core.running.replay import Replay, replay
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from sottovoce_lab.rebuild import Rebuilt, rebuild
 
 # ---- membership ------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def self_test(
 
     Writes selftest.json to the folder of --out. Exits with 1 if a broken learner is missed, or if false alarms are too many.
     """
-    from sottovoce.spec import load_spec
+    from sottovoce_core.spec import load_spec
     from sottovoce_lab import selftest
 
     if out is not None:
@@ -129,8 +129,8 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
-    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
+    from sottovoce_core.data.known import data_folders
     from sottovoce_lab.gallery import gallery as show
     from sottovoce_lab.gallery import gallery_of
 

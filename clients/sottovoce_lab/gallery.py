@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.optional import get_extra
-from sottovoce.spec import parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.documents import private, write_json
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import FAINT, PALETTE, RULE, Axis, View, line, rule, thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.optional import get_extra
+from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.cases import Exhibit, Gallery, Membership, Strip, exhibit, gossip, linear, memberships, network

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from sottovoce.arrays import FloatArray
-from sottovoce.losses.torch import TorchLoss
-from sottovoce.losses.torch_module import FlatModule
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.losses.torch import TorchLoss
+from sottovoce_core.losses.torch_module import FlatModule
 
 _FITS = 1e-8
 """A mismatch below it: the gradient is met."""

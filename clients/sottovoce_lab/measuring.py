@@ -14,12 +14,12 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.worlds import at_a_time, overhear, shares
-from sottovoce.errors import SpecError
-from sottovoce.noise import SeededNoise
-from sottovoce.optional import import_extra
-from sottovoce.running.simulator import simulate
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.worlds import at_a_time, overhear, shares
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.optional import import_extra
+from sottovoce_core.running.simulator import simulate
 from sottovoce_lab.breaking import FOUND, Spoken, notices
 from sottovoce_lab.mutants import Broken, Kind, Mutant, mirrored
 from sottovoce_lab.trial import RARE, WATCH_LEVEL, audited, base_of, seen_by
@@ -135,7 +135,7 @@ def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
 
 def _nonconforming(plan: AuditPlan, broken: Broken) -> str:
     """The part of conformance whose p-value is furthest below its level."""
-    from sottovoce.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
+    from sottovoce_core.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
 
     run, battery = broken.actual or plan.run, Battery()
     for share in shares(plan.runs, at_a_time(plan.run), plan.seeds.audited):
@@ -164,7 +164,7 @@ def _under_watch(blank: Power, mutant: Mutant, runs: int, seed: int) -> Power:
 
 def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> float:
     """Rounds of a run under watch until the first alarm; infinite: there is none."""
-    from sottovoce.auditing.online.watch import Watch  # it needs scipy from the start
+    from sottovoce_core.auditing.online.watch import Watch  # it needs scipy from the start
 
     data = plan.worlds.data(plan.data, 0)
     watch = Watch(plan.run, data.learners, WATCH_LEVEL, range(plan.run.spec.n_learners))

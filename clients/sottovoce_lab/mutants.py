@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Heard, Message
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.worlds import NoiseOf, Worlds, children
-from sottovoce.data import PlacedData
-from sottovoce.errors import SpecError
-from sottovoce.noise import Draw, Noise, SeededNoise, no_noise
-from sottovoce.running.run import Run
+from sottovoce_core.algorithms.interface import Heard, Message
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.worlds import NoiseOf, Worlds, children
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
+from sottovoce_core.running.run import Run
 from sottovoce_lab.breaking import Altered, Change, Doctored, Inside, Limit, changed, laws
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce.arrays import AnyArray, Batch, FloatArray, IntArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SpecError
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import Softmax
-from sottovoce.running.run import Run
-from sottovoce.running.transcript import Transcript
+from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
+from sottovoce_core.algorithms.gradient_descent.algorithm import GossipDescent
+from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
+from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import Softmax
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.transcript import Transcript
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) ->
     if not run.loss.heavy:
         rows, _ = _read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)
         return rows[:, 0]
-    from sottovoce.losses.torch import TorchLoss
+    from sottovoce_core.losses.torch import TorchLoss
     from sottovoce_lab.inversion import invert  # PyTorch takes seconds to import
 
     if not isinstance(run.loss, TorchLoss):

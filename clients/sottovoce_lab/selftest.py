@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.auditing.bounds import interval
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.registry import load
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import index_of
 from sottovoce_client.backends import Backend, mapper_over
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
+from sottovoce_core.auditing.bounds import interval
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.registry import load
 from sottovoce_lab.catalogue import MUTANTS
 from sottovoce_lab.mutants import Mutant
 from sottovoce_lab.trial import (

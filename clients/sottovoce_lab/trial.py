@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.auditing.bounds import SHARES
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.swaps import worst
-from sottovoce.auditing.verdict import Findings, decide
-from sottovoce.auditing.views import features
-from sottovoce.auditing.worlds import Share
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SpecError
-from sottovoce.noise import SeededNoise
-from sottovoce.optional import import_extra
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
+from sottovoce_core.auditing.bounds import SHARES
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.swaps import worst
+from sottovoce_core.auditing.verdict import Findings, decide
+from sottovoce_core.auditing.views import features
+from sottovoce_core.auditing.worlds import Share
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.optional import import_extra
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from sottovoce_lab.breaking import Spoken, inside, notices
 from sottovoce_lab.mutants import Broken, Family, Mutant
 
@@ -332,7 +332,7 @@ def false_alarms(
 
 def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
     """Is there an alarm in a correct run?"""
-    from sottovoce.auditing.online.watch import Watch  # it needs scipy from the start
+    from sottovoce_core.auditing.online.watch import Watch  # it needs scipy from the start
 
     watch = Watch(run, data.learners, alpha, range(run.spec.n_learners))
     return any(watch.take(step.t, step.by_sender()) for step in simulate(run, data, SeededNoise(seed)))

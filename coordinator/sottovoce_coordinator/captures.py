@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError
-from sottovoce.running.run import Run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook
 from sottovoce_coordinator.store import KeptRun
+from sottovoce_core.errors import NotReady, SottovoceError
+from sottovoce_core.running.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Sent, read_sent

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from sottovoce.spec import ClockSpec
-from sottovoce.text import in_short
+from sottovoce_core.spec import ClockSpec
+from sottovoce_core.text import in_short
 from sottovoce_rpc.learner_status import Cause, Waiting
 
 

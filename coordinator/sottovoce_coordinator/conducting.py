@@ -16,16 +16,16 @@ from typing import Any
 
 import structlog
 
-from sottovoce.errors import NotFound, NotReady, SottovoceError, Unavailable
-from sottovoce.running.participation import with_learner, without
-from sottovoce.running.run import Run, build_run, require_noise
-from sottovoce.spec import RunSpec
-from sottovoce.text import in_short
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Member, Members, require_named
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store, whatever_disk
+from sottovoce_core.errors import NotFound, NotReady, SottovoceError, Unavailable
+from sottovoce_core.running.participation import with_learner, without
+from sottovoce_core.running.run import Run, build_run, require_noise
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import in_short
 from sottovoce_rpc.directives import Directive, Stop
 from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_to_wire

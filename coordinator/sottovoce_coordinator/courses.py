@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import NotFound, NotReady, SpecError
-from sottovoce.running.run import Run
-from sottovoce.text import in_short
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
+from sottovoce_core.errors import NotFound, NotReady, SpecError
+from sottovoce_core.running.run import Run
+from sottovoce_core.text import in_short
 from sottovoce_rpc.directives import Sent, Stop
 from sottovoce_rpc.learner_status import LearnerStatus, noticed_of
 from sottovoce_rpc.specs import next_look, run_named, spec_to_wire

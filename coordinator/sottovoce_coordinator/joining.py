@@ -10,7 +10,9 @@ from typing import Any
 
 import grpc
 
-from sottovoce.errors import (
+from sottovoce_coordinator.runs import missing
+from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
+from sottovoce_core.errors import (
     LimitReached,
     NotFound,
     NotReady,
@@ -19,10 +21,8 @@ from sottovoce.errors import (
     StrangerError,
     Unavailable,
 )
-from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
-from sottovoce.text import in_short
-from sottovoce_coordinator.runs import missing
-from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
+from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce_core.text import in_short
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from sottovoce.network.network import Digests
-from sottovoce.network.roster import Attendance
-from sottovoce.network.weights import Mixing
-from sottovoce.running.run import Run
 from sottovoce_coordinator.clock import RoundClock, Standing, blamed, convicted, in_words
+from sottovoce_core.network.network import Digests
+from sottovoce_core.network.roster import Attendance
+from sottovoce_core.network.weights import Mixing
+from sottovoce_core.running.run import Run
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Sent, Stop
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_to_wire

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import structlog
 
-from sottovoce.errors import SottovoceError, StrangerError, Unavailable
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses
@@ -20,6 +19,7 @@ from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
 from sottovoce_coordinator.store import Store
+from sottovoce_core.errors import SottovoceError, StrangerError, Unavailable
 from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop

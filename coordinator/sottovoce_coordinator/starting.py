@@ -16,16 +16,16 @@ from datetime import UTC, datetime
 
 import structlog
 
-from sottovoce.errors import AlreadyExists, NotReady, SottovoceError, SpecError
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec
-from sottovoce.text import in_short
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
 from sottovoce_coordinator.joining import Member, Members
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store
+from sottovoce_core.errors import AlreadyExists, NotReady, SottovoceError, SpecError
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import in_short
 from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire

@@ -23,8 +23,8 @@ from typing import Any, TextIO
 
 import structlog
 
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError, StrangerError, Unavailable
 from sottovoce_coordinator.runs import Overhearing
+from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, StrangerError, Unavailable
 from sottovoce_rpc.directives import Origin
 
 log = structlog.get_logger()

@@ -13,8 +13,8 @@ import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sottovoce.errors import SottovoceError
 from sottovoce_client.pki import AUTHORITY_KEY, USUAL_DAYS, Authority, certificate_of
+from sottovoce_core.errors import SottovoceError
 
 AUTHORITY, IDENTITIES = Path("/authority"), Path("/identities")
 USER = 65532

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from sottovoce.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
+from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, sent_in
 from sottovoce_eavesdropper.records import CaptureFile

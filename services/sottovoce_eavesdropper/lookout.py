@@ -1,4 +1,4 @@
-"""The lookout: shows what is recorded, part by part, to `sottovoce.auditing.noticing`, and keeps what that finds.
+"""The lookout: shows what is recorded, part by part, to `sottovoce_core.auditing.noticing`, and keeps what that finds.
 
 It marks what was said again in the same bytes, as after a reconnect. It runs where parts are written, never where bytes are
 passed on.
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from sottovoce.algorithms.interface import Message, OnLattice
-from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said
-from sottovoce.auditing.views import digest
-from sottovoce.errors import RemoteProtocolError, SottovoceError
-from sottovoce.network.network import Network
-from sottovoce.network.roster import Attendance
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.interface import Message, OnLattice
+from sottovoce_core.auditing.noticing import Expected, Notice, Noticing, Said
+from sottovoce_core.auditing.views import digest
+from sottovoce_core.errors import RemoteProtocolError, SottovoceError
+from sottovoce_core.network.network import Network
+from sottovoce_core.network.roster import Attendance
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
 from sottovoce_rpc.signatures import Signed
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sottovoce.errors import CaptureError
-from sottovoce.running.transcript import parquet
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.running.transcript import parquet
 from sottovoce_eavesdropper.records import schema
 from sottovoce_eavesdropper.storage import Folder
 

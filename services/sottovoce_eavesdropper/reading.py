@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.views import digest
-from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
-from sottovoce.network.network import Network
-from sottovoce.network.roster import names_of
-from sottovoce.running.transcript import Assembly, Transcript
-from sottovoce.text import called, plain
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.auditing.views import digest
+from sottovoce_core.errors import CaptureError, EquivocationError, RemoteProtocolError
+from sottovoce_core.network.network import Network
+from sottovoce_core.network.roster import names_of
+from sottovoce_core.running.transcript import Assembly, Transcript
+from sottovoce_core.text import called, plain
 from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part

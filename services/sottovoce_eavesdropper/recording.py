@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sottovoce.auditing.noticing import Notice
-from sottovoce.errors import CaptureError, RemoteProtocolError, StrangerError
-from sottovoce.network.roster import names_of
-from sottovoce.registry import ENDLESS
-from sottovoce.running.transcript import KEPT
-from sottovoce.spec import MOST_LEARNERS
-from sottovoce.text import called
+from sottovoce_core.auditing.noticing import Notice
+from sottovoce_core.errors import CaptureError, RemoteProtocolError, StrangerError
+from sottovoce_core.network.roster import names_of
+from sottovoce_core.registry import ENDLESS
+from sottovoce_core.running.transcript import KEPT
+from sottovoce_core.spec import MOST_LEARNERS
+from sottovoce_core.text import called
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, Ciphertext, part_number

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.roster import Attendance, Roster
-from sottovoce.registry import ENDLESS
-from sottovoce.running.transcript import parquet
-from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.network.roster import Attendance, Roster
+from sottovoce_core.registry import ENDLESS
+from sottovoce_core.running.transcript import parquet
+from sottovoce_core.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, SpecError, StrangerError, Unavailable
+from sottovoce_core.errors import CaptureError, SpecError, StrangerError, Unavailable
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.storage import open_folder, require_folder

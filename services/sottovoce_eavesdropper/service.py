@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.captures import Captures
 from sottovoce_eavesdropper.recording import Recording
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sottovoce.errors import CaptureError
-from sottovoce.optional import import_extra
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.optional import import_extra
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from sottovoce.errors import Unavailable
+from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sottovoce.errors import SpecError
-from sottovoce.running.policy import Policy
-from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce_core.errors import SpecError
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_rpc import principals
 from sottovoce_rpc.addresses import is_loopback, require_address
 from sottovoce_rpc.credentials import Credentials
@@ -44,7 +44,7 @@ class LearnerConfig:
         recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
         allow_imports: whether a run spec may name code to import.
         budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
-        noise: what draws the noise: `sottovoce.noise.SystemNoise`, or OpenDP (extra `opendp`).
+        noise: what draws the noise: `sottovoce_core.noise.SystemNoise`, or OpenDP (extra `opendp`).
         noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
         credentials: of this learner, whose name they must hold.
         owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, RemoteProtocolError, Unavailable
-from sottovoce.running.policy import accepted
+from sottovoce_core.errors import NotReady, RemoteProtocolError, Unavailable
+from sottovoce_core.running.policy import accepted
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import Identity

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.explaining import requirement
-from sottovoce.registry import Section
-from sottovoce.running.policy import Policy, load_policy
-from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
-from sottovoce.yaml_files import document_of, text_of
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.explaining import requirement
+from sottovoce_core.registry import Section
+from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce_core.yaml_files import document_of, text_of
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 

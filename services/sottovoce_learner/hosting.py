@@ -9,7 +9,7 @@ from typing import Protocol
 
 import structlog
 
-from sottovoce.errors import DataError, SottovoceError, Unavailable
+from sottovoce_core.errors import DataError, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.logs import failure, log_start
 from sottovoce_rpc.server import announce

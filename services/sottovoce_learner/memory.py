@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
-from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.errors import BudgetExhausted, DataError
-from sottovoce.network.roster import Attendance
-from sottovoce.noise import Draw, Noise
-from sottovoce.privacy.accountant import Accountant
-from sottovoce.running.participation import USED, go_on_alone, used_field
-from sottovoce.running.policy import DAYS
-from sottovoce.running.run import Run, format_above
+from sottovoce_core.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
+from sottovoce_core.arrays import Batch, FloatArray, as_floats
+from sottovoce_core.errors import BudgetExhausted, DataError
+from sottovoce_core.network.roster import Attendance
+from sottovoce_core.noise import Draw, Noise
+from sottovoce_core.privacy.accountant import Accountant
+from sottovoce_core.running.participation import USED, go_on_alone, used_field
+from sottovoce_core.running.policy import DAYS
+from sottovoce_core.running.run import Run, format_above
 from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.peers.inbox import Received
 from sottovoce_learner.peers.plan import Plan

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sottovoce.algorithms.interface import Who
-from sottovoce.errors import NotReady, SpecError
-from sottovoce.running.policy import DAYS, Policy
-from sottovoce.running.run import Run
+from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_core.running.policy import DAYS, Policy
+from sottovoce_core.running.run import Run
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.queue import intake_for
 from sottovoce_learner.memory import Allowance, Books, Memory

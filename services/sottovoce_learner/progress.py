@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import structlog
 
-from sottovoce.errors import NotReady, RunOver, Unavailable
-from sottovoce.spec import ClockSpec
-from sottovoce.text import called, in_short
+from sottovoce_core.errors import NotReady, RunOver, Unavailable
+from sottovoce_core.spec import ClockSpec
+from sottovoce_core.text import called, in_short
 from sottovoce_learner.role import Role
 from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_rpc.learner_status import Cause, LearnerState, Waiting

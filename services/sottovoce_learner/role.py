@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.spec import RunSpec
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.sharing import document_of, spec_of
 from sottovoce_learner.storage.state_folder import Identity

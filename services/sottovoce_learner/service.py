@@ -10,11 +10,11 @@ from typing import Any
 
 import structlog
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError
-from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce.running.policy import accepted
-from sottovoce.running.transcript import read_noise
-from sottovoce.text import called
+from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError
+from sottovoce_core.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
+from sottovoce_core.running.policy import accepted
+from sottovoce_core.running.transcript import read_noise
+from sottovoce_core.text import called
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.following import Following, Report
 from sottovoce_learner.hosting import Host

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError, StrangerError, Unavailable
+from sottovoce_core.errors import NotReady, SottovoceError, StrangerError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import NearStream

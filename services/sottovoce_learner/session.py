@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, Unavailable
-from sottovoce.noise import Noise
-from sottovoce.running.policy import Policy
-from sottovoce.text import called, in_short
+from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, Unavailable
+from sottovoce_core.noise import Noise
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.text import called, in_short
 from sottovoce_learner.ingest.group_commit import Ingest
 from sottovoce_learner.memory import Kept
 from sottovoce_learner.parts import build_parts

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sottovoce.network.network import Digests, Network
-from sottovoce.network.roster import Roster
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.network.network import Digests, Network
+from sottovoce_core.network.roster import Roster
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc import specs
 
 _KEPT = 4

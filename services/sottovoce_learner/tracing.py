@@ -18,8 +18,8 @@ from typing import Any
 
 import structlog
 
-from sottovoce.errors import SpecError
-from sottovoce.optional import import_extra
+from sottovoce_core.errors import SpecError
+from sottovoce_core.optional import import_extra
 from sottovoce_learner.session import Session
 from sottovoce_rpc.addresses import place_of_url
 

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import LimitReached, RemoteProtocolError, StrangerError
+from sottovoce_core.errors import LimitReached, RemoteProtocolError, StrangerError
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.status import answering

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from weakref import WeakKeyDictionary
 
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 
 _PLACE = re.compile(r"(?:(?:ipv4|ipv6):|dns:(?:///)?)?(\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/,?#@]+):([0-9]{1,5})")
 _HIGHEST = 65_535

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from sottovoce.errors import NotReady
+from sottovoce_core.errors import NotReady
 from sottovoce_rpc.principals import Principal, Role, host_of
 
 CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import LocalProtocolError, RemoteProtocolError, Rule
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, Rule
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE = np.dtype("<f8")

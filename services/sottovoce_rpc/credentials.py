@@ -31,7 +31,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from sottovoce.errors import NotReady, SpecError, StrangerError, Unavailable
+from sottovoce_core.errors import NotReady, SpecError, StrangerError, Unavailable
 from sottovoce_rpc.addresses import is_loopback, of_this_user, served
 from sottovoce_rpc.certificates import (
     AUTHORITIES,

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import Unavailable
+from sottovoce_core.errors import Unavailable
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2
 
 

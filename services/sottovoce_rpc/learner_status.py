@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from sottovoce.errors import Rule
-from sottovoce.text import plain
+from sottovoce_core.errors import Rule
+from sottovoce_core.text import plain
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 LONGEST_DETAIL = 4096

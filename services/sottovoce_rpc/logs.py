@@ -22,8 +22,8 @@ from typing import Any
 import structlog
 from structlog.typing import Processor
 
-from sottovoce import errors
-from sottovoce.text import plain
+from sottovoce_core import errors
+from sottovoce_core.text import plain
 
 log = structlog.get_logger()
 

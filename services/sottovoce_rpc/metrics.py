@@ -22,8 +22,8 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from sottovoce.errors import NotReady, StrangerError, Unavailable
-from sottovoce.optional import import_extra
+from sottovoce_core.errors import NotReady, StrangerError, Unavailable
+from sottovoce_core.optional import import_extra
 from sottovoce_rpc.access import ROLE, STRANGER, Refusals
 from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
 from sottovoce_rpc.credentials import Credentials

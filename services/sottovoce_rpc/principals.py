@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import quote, unquote
 
-from sottovoce.errors import SpecError
-from sottovoce.spec import LEARNER_NAME
+from sottovoce_core.errors import SpecError
+from sottovoce_core.spec import LEARNER_NAME
 
 _DOMAIN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
 _LABEL = r"(?!.*--)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"

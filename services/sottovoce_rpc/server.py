@@ -23,7 +23,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sottovoce.errors import RemoteProtocolError, SpecError, Unavailable
+from sottovoce_core.errors import RemoteProtocolError, SpecError, Unavailable
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address, served
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
-from sottovoce.errors import NotReady, RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.errors import NotReady, RemoteProtocolError, Rule, StrangerError
 from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import read_signature
 from sottovoce_rpc.principals import Principal

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 
 import structlog
 
-from sottovoce.errors import RemoteProtocolError, SpecError
-from sottovoce.spec import RunSpec, parse_spec
-from sottovoce.spec_versions import stamped, tolerated
-from sottovoce.text import in_short
+from sottovoce_core.errors import RemoteProtocolError, SpecError
+from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_core.spec_versions import stamped, tolerated
+from sottovoce_core.text import in_short
 from sottovoce_rpc.server import MAX_MESSAGE
 
 log = structlog.get_logger()

@@ -14,8 +14,8 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from sottovoce import errors
-from sottovoce.text import plain
+from sottovoce_core import errors
+from sottovoce_core.text import plain
 from sottovoce_rpc.logs import failure
 from sottovoce_wire.v1 import errors_pb2
 

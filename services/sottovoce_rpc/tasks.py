@@ -16,8 +16,8 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.text import plain
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.text import plain
 from sottovoce_rpc.logs import failure
 
 log = structlog.get_logger()

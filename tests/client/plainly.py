@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from sottovoce.spec import RunSpec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.plain import PlainLearner
+from sottovoce_core.spec import RunSpec
 from tests.client.test_live_learner import NAMES
 from tests.services.network import network
 

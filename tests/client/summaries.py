@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap, Tapped
+from sottovoce_core.arrays import FloatArray
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
 WARNINGS = (

@@ -15,14 +15,14 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.noise import no_noise
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.spec import load_spec
 from sottovoce_client.auditing import audit as command
 from sottovoce_client.cli import app
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.noise import no_noise
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.spec import load_spec
 
 
 @pytest.fixture

@@ -13,24 +13,24 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.views import tables
-from sottovoce.auditing.worlds import chosen
-from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import _from_captures, channel, lines_of
 from sottovoce_client.auditing.network import in_turn
 from sottovoce_client.auditing.started import difference
 from sottovoce_client.auditing.worlds import WORLDS_FILE, pairs_of, worlds_from, write_worlds
 from sottovoce_client.terminal import say_nothing
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.auditing.audit import Audit
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.views import tables
+from sottovoce_core.auditing.worlds import chosen
+from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile

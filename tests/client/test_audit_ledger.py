@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.errors import CaptureError
 from sottovoce_client.auditing.captures import find
 from sottovoce_client.auditing.worlds import LEDGER_FILE, LedgerWriter, read_ledger, read_worlds, tossed, write_worlds
 from sottovoce_client.auditing.worlds import WORLDS_FILE as WORLDS
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.storage import open_folder
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, spec_of, two_worlds

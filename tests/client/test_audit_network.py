@@ -13,11 +13,6 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import _from_captures, find
@@ -26,6 +21,11 @@ from sottovoce_client.auditing.worlds import LedgerWriter
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator import service as coordinator_service
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner import following
 from sottovoce_rpc.credentials import Credentials

@@ -20,14 +20,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.auditing.audit import show
 from sottovoce_client.auditing.worlds import WORLDS_FILE, LedgerWriter, read_ledger, write_worlds
 from sottovoce_client.transcripts.provenance import noise_of, provenance
 from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, verify
 from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.spec import RunSpec, dump_spec
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.storage import open_folder

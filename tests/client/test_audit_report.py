@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce.auditing.audit import Audit, audit_simulated
-from sottovoce.auditing.bounds import epsilon_lower_bound
-from sottovoce.auditing.likelihood import Ratios
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.verdict import Kind, Verdict
-from sottovoce.noise import Noise, SeededNoise
-from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.audit import _print_rows, print_verdict, show
 from sottovoce_client.auditing.audit import _rows as audit_rows
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import audit_page
+from sottovoce_core.auditing.audit import Audit, audit_simulated
+from sottovoce_core.auditing.bounds import epsilon_lower_bound
+from sottovoce_core.auditing.likelihood import Ratios
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.auditing.verdict import Kind, Verdict
+from sottovoce_core.noise import Noise, SeededNoise
+from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.client.test_report import Page
 from tests.examples import made_up

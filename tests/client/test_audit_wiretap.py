@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.auditing.foreign.audit import audit_conversations
-from sottovoce.auditing.views import Conversation, Overheard, timing, views
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.spec import load_spec
 from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import _from_captures, audit_of, find
@@ -26,6 +21,11 @@ from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
 from sottovoce_client.terminal import say_nothing
 from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_core.auditing.foreign.audit import audit_conversations
+from sottovoce_core.auditing.views import Conversation, Overheard, timing, views
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BY_WIRETAP, BrokenService
 from sottovoce_lab.broken_services import BASE, made_with, plan_beside_numbers

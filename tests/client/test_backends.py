@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.auditing import audit as core
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.verdict import Findings
-from sottovoce.errors import SpecError
 from sottovoce_client.backends import Backend, mapper_over
+from sottovoce_core.auditing import audit as core
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.verdict import Findings
+from sottovoce_core.errors import SpecError
 from tests.examples import made_up, small_run
 
 

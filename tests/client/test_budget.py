@@ -15,17 +15,17 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.budget.calibration import epsilons
-from sottovoce.budget.composition import epsilon_at
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.running.run import build_run, first_round_above
-from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
 from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
 from sottovoce_client.privacy.calibrate import horizon_of, target_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, measure
+from sottovoce_core.budget.calibration import epsilons
+from sottovoce_core.budget.composition import epsilon_at
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.running.run import build_run, first_round_above
+from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 

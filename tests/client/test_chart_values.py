@@ -9,10 +9,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.chart import as_yaml, chart_values
 from sottovoce_client.cli import app
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.spec import RunSpec, parse_spec
 
 NAMES = ["anna", "ben", "cleo", "dora"]
 RING = [["anna", "ben"], ["anna", "dora"], ["ben", "cleo"], ["cleo", "dora"]]

@@ -23,16 +23,16 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
-from sottovoce.data.known import VARIABLE
-from sottovoce.errors import SpecError
-from sottovoce.experiment import load as load_experiment
-from sottovoce.running.transcript import read_transcript
-from sottovoce.spec import load_spec, parse_spec
-from sottovoce.spec_versions import FORMAT
 from sottovoce_client.cli import app, main
 from sottovoce_client.cli.app import VARIABLES, require_variables
 from sottovoce_client.feeding.broker import PASSWORD_VARIABLE
 from sottovoce_client.running.local import LocalServices
+from sottovoce_core.data.known import VARIABLE
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import load as load_experiment
+from sottovoce_core.running.transcript import read_transcript
+from sottovoce_core.spec import load_spec, parse_spec
+from sottovoce_core.spec_versions import FORMAT
 from sottovoce_eavesdropper import FORMAT as CAPTURES
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR

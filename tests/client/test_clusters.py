@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import SpecError, Unavailable
-from sottovoce.experiment import Experiment
 from sottovoce_client import backends
 from sottovoce_client.backends import mapper_over, named
 from sottovoce_client.running.sweep import sweep
+from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.experiment import Experiment
 from tests.brokers import free_port
 
 PATIENCE_S = 300.0

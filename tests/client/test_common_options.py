@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli import app
 from sottovoce_client.cli.common_options import COMMON_OPTIONS
 from sottovoce_client.command_words import OPTIONS_WITH_VALUE, command_words
+from sottovoce_core.errors import SottovoceError, SpecError
 from tests.client.test_completing import offered
 from tests.client.test_json import commands
 

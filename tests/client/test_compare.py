@@ -18,12 +18,6 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.noise import SeededNoise
-from sottovoce.running.metrics import Metrics
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import load_spec
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.reports.drawing import Figure
@@ -39,6 +33,12 @@ from sottovoce_client.running.compare import (
 )
 from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import print_metrics
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.metrics import Metrics
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import load_spec
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 

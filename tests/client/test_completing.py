@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.data.known import KNOWN
 from sottovoce_client.cli import app, completing
+from sottovoce_core.data.known import KNOWN
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -90,7 +90,7 @@ from sottovoce_client.cli import app
 try:
     app(prog_name="sottovoce")
 finally:
-    large = {"numpy", "grpc", "pyarrow", "yaml", "google.protobuf", "sottovoce.spec"}
+    large = {"numpy", "grpc", "pyarrow", "yaml", "google.protobuf", "sottovoce_core.spec"}
     print(sorted(large & sys.modules.keys()), file=sys.stderr)
 """
     asked = {"_SOTTOVOCE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.worlds import Tell, nobody
 from sottovoce_client.auditing.audit import on_simulator
 from sottovoce_client.backends import counted
 from sottovoce_client.running.sweep import sweep_saying
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.auditing.worlds import Tell, nobody
 from tests.client.progress import Reported
 from tests.core.test_experiment import small
 from tests.examples import made_up, small_run

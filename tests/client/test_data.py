@@ -19,19 +19,19 @@ import yaml
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.dataset import read_source
-from sottovoce.data.files import RawTable, read_npz
-from sottovoce.data.known import KNOWN, KnownSource, Original
-from sottovoce.data.spec import DataSpec
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
-from sottovoce.experiment import prepare
-from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
 from sottovoce_client.data.catalogue import classes_of, example
 from sottovoce_client.data.convert import _untar, convert, gunzip, unzip
 from sottovoce_client.data.fetch import Fetched, digest_of
 from sottovoce_client.data.fetch import fetch as bring
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.dataset import read_source
+from sottovoce_core.data.files import RawTable, read_npz
+from sottovoce_core.data.known import KNOWN, KnownSource, Original
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import parse_spec
 from tests.originals import idx, rebuilt
 
 pytest.importorskip("pooch")

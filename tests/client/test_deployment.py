@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce.errors import SpecError, Unavailable
 from sottovoce_client import deployment
 from sottovoce_client.deployment import connect
 from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_core.errors import SpecError, Unavailable
 from tests.core.test_experiment import small
 from tests.services.network import network
 

@@ -63,7 +63,7 @@ except SystemExit:
 
 
 def test_importing_sets_nothing() -> None:
-    houses = "sottovoce, sottovoce.running.run, sottovoce_learner.service, sottovoce_coordinator.service"
+    houses = "sottovoce, sottovoce_core.running.run, sottovoce_learner.service, sottovoce_coordinator.service"
     clients = "sottovoce_eavesdropper.service, sottovoce_client.running.operate, sottovoce_client.cli"
     assert changed_by(f"import {houses}, {clients}")[0] == {}
 
@@ -79,7 +79,7 @@ from sottovoce_client.cli import app
 try:
     app({words!r})
 finally:
-    large = {{"numpy", "grpc", "pyarrow", "yaml", "google.protobuf", "sottovoce.spec"}}
+    large = {{"numpy", "grpc", "pyarrow", "yaml", "google.protobuf", "sottovoce_core.spec"}}
     print(sorted(large & sys.modules.keys()), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,6 @@ import structlog.testing
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.feeding.dead_letters import dead_letters
@@ -32,6 +31,7 @@ from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_o
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_learner.storage.state_folder import Files
 from sottovoce_learner.storage.verify import look
 from sottovoce_learner.storage.wal import Kind

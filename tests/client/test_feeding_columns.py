@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import file_parts
 from sottovoce_client.feeding.forms import Csv, StandardInput
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms, feed
 from sottovoce_client.feeding.records import Fields, Tabular
+from sottovoce_core.errors import DataError, NotReady
 from tests.client.test_feeding import SECRET, ann
 from tests.client.test_live_learner import SCHEMA, learned, spec_of
 

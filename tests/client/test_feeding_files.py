@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.data.columns import OTHER_WIDTH
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.files import file_parts, place_of
 from sottovoce_client.feeding.forms import JsonLines, StandardInput
 from sottovoce_client.feeding.records import Message, Part, Unreadable
+from sottovoce_core.data.columns import OTHER_WIDTH
+from sottovoce_core.errors import DataError, SpecError
 
 CSV = b'a,b\n1,x\n2,"y\nz"\n3\n\n4,w'
 

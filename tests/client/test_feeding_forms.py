@@ -12,10 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.data.columns import OTHER_WIDTH
-from sottovoce.data.encoding import UNDECLARED
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines
 from sottovoce_client.feeding.records import (
     NO_NUMBERS,
@@ -30,6 +26,10 @@ from sottovoce_client.feeding.records import (
     Unfit,
     Unreadable,
 )
+from sottovoce_core.data.columns import OTHER_WIDTH
+from sottovoce_core.data.encoding import UNDECLARED
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.errors import DataError, SpecError
 from tests.client.test_live_learner import RECORD, SCHEMA, spec_of
 
 DATA = spec_of({"schema": SCHEMA}).data

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from sottovoce.errors import SpecError, Unavailable
 from sottovoce_client.feeding import sinks
 from sottovoce_client.feeding.endpoint import Endpoint, Listening, serve, serving
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms
 from sottovoce_client.feeding.sinks import Sinks
+from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities
 from tests.services.network import Network, network

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce.errors import DataError, NotReady, Unavailable
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.records import Unreadable
+from sottovoce_core.errors import DataError, NotReady, Unavailable
 from tests.brokers import Feeder, free_port, killed_again_and_again, open_url, take, troubles, until
 from tests.brokers import options_of as broker_options_of
 

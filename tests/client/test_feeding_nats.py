@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.nats import BUCKET
 from sottovoce_client.feeding.records import Unreadable
+from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
 from tests import brokers
 from tests.brokers import (
     Feeder,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce.errors import DataError, NotReady, Unavailable
 from sottovoce_client.feeding.broker import Access
 from sottovoce_client.feeding.records import Unreadable
 from sottovoce_client.feeding.redis import id_of, position_of
+from sottovoce_core.errors import DataError, NotReady, Unavailable
 from tests import brokers
 from tests.brokers import (
     Feeder,

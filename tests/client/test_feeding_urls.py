@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.errors import SpecError
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
 from sottovoce_client.feeding.broker import FROM, Access, Feed, Setting, feeds
 from sottovoce_client.feeding.sinks import HTTP
+from sottovoce_core.errors import SpecError
 from tests.client.test_feeding import ann, command, ended
 from tests.client.test_live_learner import RECORD, learned
 

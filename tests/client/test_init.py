@@ -15,12 +15,12 @@ import pytest
 import yaml
 from pyarrow import csv, parquet
 
-from sottovoce.budget.calibration import epsilons
-from sottovoce.errors import SpecError
-from sottovoce.experiment import prepare
-from sottovoce.running.policy import Policy
-from sottovoce.spec import load_spec
 from sottovoce_client.starting import Wishes, begin
+from sottovoce_core.budget.calibration import epsilons
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import load_spec
 from tests.client.test_cli import here as here
 
 Here = Callable[..., tuple[int, str, str]]

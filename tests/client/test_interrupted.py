@@ -23,13 +23,13 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.errors import SpecError
-from sottovoce.running.metrics import Metrics
 from sottovoce_client import entry, terminal
 from sottovoce_client.backends import _done_for, mapper_over
 from sottovoce_client.cli import app, services
 from sottovoce_client.running.conduct import run_async
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Stop
+from sottovoce_core.errors import SpecError
+from sottovoce_core.running.metrics import Metrics
 from tests.client.progress import Reported
 
 LINE = "sottovoce: interrupted\n"

@@ -19,15 +19,15 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from sottovoce.experiment import prepare
-from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import load_spec
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.running.conduct import ServiceDied
 from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupted, Outcome
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.experiment import prepare
+from sottovoce_core.noise import Recorder, SeededNoise
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import load_spec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import IN_THE_LOG
 

@@ -12,9 +12,9 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce.errors import NotFound, NotReady, Rule, SpecError, Unavailable
 from sottovoce_client.running.known import leave_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
 from sottovoce_client.terminal import json_apart
+from sottovoce_core.errors import NotFound, NotReady, Rule, SpecError, Unavailable
 from sottovoce_rpc.learner_status import KnownBy, LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, missed_soon, network

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import NotReady, SottovoceError, Unavailable
 from sottovoce_client.live.calls import MOST_WAITING, Behind
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import NotReady, SottovoceError, Unavailable
 
 
 class Learner:

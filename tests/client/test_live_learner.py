@@ -14,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce.losses.linear import Logistic
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.ingest.group_commit import Ingest
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, NotReady
-from sottovoce.losses.linear import LeastSquares, Logistic, PassGlm, Softmax
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.prequential import Calibration, Prequential
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.errors import DataError, NotReady
+from sottovoce_core.losses.linear import LeastSquares, Logistic, PassGlm, Softmax
 from sottovoce_rpc.server import SERVER_OPTIONS
 from tests.client.test_live_learner import NAMES, SCHEMA, SECRET, ann_in, spec_of
 from tests.services.network import network

@@ -15,14 +15,14 @@ import yaml
 from typer.testing import CliRunner
 
 import sottovoce as sv
-from sottovoce.errors import SpecError
-from sottovoce.experiment import prepare
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.running.conduct import conduct, run_up
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.local import LocalServices
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import prepare
 from tests.examples import small_spec
 from tests.services.network import PATIENCE_S, network
 

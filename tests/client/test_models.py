@@ -18,12 +18,12 @@ import pytest
 import structlog
 import yaml
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import DataError, NotReady, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.spec import load_spec
 from sottovoce_client.live.sending import At
 from sottovoce_client.models import exporting, predicting
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import DataError, NotReady, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import load_spec
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState
 from tests.client.test_cli import here as here

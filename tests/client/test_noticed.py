@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.experiment import Prepared
-from sottovoce.running.run import build_run
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running import conduct as conducting
 from sottovoce_client.running.console import print_summary
 from sottovoce_client.running.evaluate import gaps_in, not_captured, noticed_in
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import Noticed, RunSummary
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.running.run import build_run
 from tests.client.summaries import capture, summary
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, frame, row

@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce.data.dataset import encode_file, load_dataset, read_source
-from sottovoce.data.encoding import Encoder
-from sottovoce.data.live import LiveRecords
-from sottovoce.data.spec import DataSpec, Schema
-from sottovoce.errors import DataError, SottovoceError, SpecError
-from sottovoce.losses.linear import Logistic
-from sottovoce.running.cautions import cautions
-from sottovoce.running.placement import place
-from sottovoce.spec import load_schema, parse_spec
 from sottovoce_client.data.catalogue import describe
 from sottovoce_client.data.schemas import check, infer
 from sottovoce_client.feeding.forms import Csv, JsonLines
 from sottovoce_client.starting import Wishes, begin
 from sottovoce_client.terminal import say_nothing
+from sottovoce_core.data.dataset import encode_file, load_dataset, read_source
+from sottovoce_core.data.encoding import Encoder
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.spec import DataSpec, Schema
+from sottovoce_core.errors import DataError, SottovoceError, SpecError
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.running.cautions import cautions
+from sottovoce_core.running.placement import place
+from sottovoce_core.spec import load_schema, parse_spec
 
 pytestmark = pytest.mark.each
 

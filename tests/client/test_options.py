@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli import app
 from sottovoce_client.entry import main
+from sottovoce_core.errors import SpecError
 
 pytestmark = pytest.mark.each
 

@@ -12,11 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.experiment import Prepared
-from sottovoce.running.metrics import Curve, Curves
-from sottovoce.running.run import Run
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.privacy.budget import Question, budget_page, line_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, tradeoff_page
@@ -24,6 +19,11 @@ from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.compare import Result, compare_page
 from sottovoce_client.running.summary import Noticed
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.running.metrics import Curve, Curves
+from sottovoce_core.running.run import Run
 from sottovoce_lab.cases import Exhibit, Gallery, GuessingRate, Membership, Strip
 from sottovoce_lab.gallery import gallery_page
 from sottovoce_lab.rebuild import Rebuilt

@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from sottovoce.errors import NotReady, SpecError, StrangerError
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, REQUEST, Authority, certificate_of
 from sottovoce_client.running.local import issue_local
+from sottovoce_core.errors import NotReady, SpecError, StrangerError
 from sottovoce_rpc.certificates import (
     AUTHORITIES,
     CERTIFICATE,

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from sottovoce.errors import SpecError
-from sottovoce.experiment import prepare
-from sottovoce.running.policy import Policy, load_policy
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.cli import app
 from sottovoce_client.privacy.policy import check_policy, show_policy
 from sottovoce_client.running.local import LocalServices
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, ALLOWING_FILE
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Experiment
-from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.running.simulation import simulate_to
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Experiment
+from sottovoce_core.spec import load_spec
 
 RECORDS = "age,dose,outcome\n1,2,sick\n2,3,well\n4,5,well\n2,2,sick\n4,3,well\n1,1,sick\n3,3,well\n4,1,well\n"
 
@@ -241,7 +241,7 @@ def test_names_and_whole_paths_stay(folder: Path) -> None:
 def test_a_simulation_that_is_interrupted_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: type[BaseException]
 ) -> None:
-    from sottovoce.running import transcript
+    from sottovoce_core.running import transcript
 
     experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
     write = transcript.TranscriptWriter.write

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import SpecError
-from sottovoce.privacy.guarantee import WEAK_EPSILON
 from sottovoce_client.reports import page as pages
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import Axis, Mark, View, finite, line, thinned
 from sottovoce_client.reports.plots import MOST_HEARD, run_figures, stacked
 from sottovoce_client.reports.run_report import exceeds, run_page, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import RunSummary, Swap
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON
 from tests.client.paths import is_path, wrong_paths
 from tests.client.summaries import (
     boundless,

@@ -14,12 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from sottovoce.errors import SpecError
-from sottovoce.spec import dump_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import folder_for
 from sottovoce_client.reports.page import Page
 from sottovoce_client.terminal import INCOMPLETE
+from sottovoce_core.errors import SpecError
+from sottovoce_core.spec import dump_spec
 
 SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 COMMANDS: dict[str, list[str]] = {

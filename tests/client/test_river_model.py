@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.prequential import Prequential
+from sottovoce_core.errors import DataError, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import SCHEMA, SECRET, spec_of
 from tests.client.test_sklearn_model import AGES, NUMBERS

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from sottovoce.auditing.online.canaries import draw
-from sottovoce.errors import CaptureError, DataError, SottovoceError, SpecError
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.spec import load_schema, load_spec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.cli import app
 from sottovoce_client.watching import canaries as kept
+from sottovoce_core.auditing.online.canaries import draw
+from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.spec import load_schema, load_spec
 from tests.client.test_cli import ran as command
 
 pytest.importorskip("pyarrow")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.arrays import FloatArray
+from sottovoce_core.arrays import FloatArray
 from sottovoce_eavesdropper.reading import open_capture
 from tests.client.test_cli import TINY, ran
 

@@ -17,15 +17,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.experiment import Experiment, load
-from sottovoce.running.transcript import TranscriptWriter, read_noise, read_transcript
-from sottovoce.spec import dump_spec
 from sottovoce_client.cli import app
 from sottovoce_client.documents import new_file
 from sottovoce_client.running import simulation
 from sottovoce_client.running.simulation import promise, simulate_to, sizes
 from sottovoce_client.wording import number
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.experiment import Experiment, load
+from sottovoce_core.running.transcript import TranscriptWriter, read_noise, read_transcript
+from sottovoce_core.spec import dump_spec
 from tests.gossip import Gossip, gossip_spec
 
 FIELD: dict[str, Any] = yaml.safe_load(

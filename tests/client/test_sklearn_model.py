@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import DataError, NotReady, SpecError
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.plain import PlainLearner
+from sottovoce_core.errors import DataError, NotReady, SpecError
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, SECRET, spec_of
 from tests.services.network import PATIENCE_S, network

@@ -16,7 +16,6 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce.errors import Unavailable
 from sottovoce_client import doctor, terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.sending import At
@@ -24,6 +23,7 @@ from sottovoce_client.models.owner import as_owner
 from sottovoce_client.running import known, status
 from sottovoce_client.running.monitoring import Course, History, Look, Places, RunView, run_view
 from sottovoce_client.running.status import Asked, Status, document, look, progress_line, show
+from sottovoce_core.errors import Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import tasks

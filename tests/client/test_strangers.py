@@ -21,10 +21,6 @@ from rich.console import Console
 from rich.text import Text
 
 import sottovoce_client
-from sottovoce.errors import SpecError
-from sottovoce.running.metrics import Curve, Curves
-from sottovoce.table import Table
-from sottovoce.text import plain
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
@@ -33,6 +29,10 @@ from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.monitoring import History, capture_line, course_of, look_at, run_line, run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
+from sottovoce_core.errors import SpecError
+from sottovoce_core.running.metrics import Curve, Curves
+from sottovoce_core.table import Table
+from sottovoce_core.text import plain
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import configure_logs
 from sottovoce_rpc.status import as_error

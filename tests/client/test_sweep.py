@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.door import simulate
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.table import Table
 from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
 from sottovoce_client.reports.drawing import Figure, export, formats
@@ -22,6 +19,9 @@ from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
 from sottovoce_client.running.plot import figures, not_shown, read_results
 from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import RESULTS, interval, sweep
+from sottovoce_core.door import simulate
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.table import Table
 from tests.core.test_experiment import small
 
 SIGMAS: dict[str, list[float]] = {"algorithm.sigma": [1, 4], "algorithm.lam0": [0.5, 1.0]}

@@ -14,15 +14,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.noise import SeededNoise
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import TranscriptWriter
 from sottovoce_client.cli import app
 from sottovoce_client.transcripts import query as transcript
 from sottovoce_client.transcripts.query import cell_text, find, query
 from sottovoce_client.transcripts.show import show
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import TranscriptWriter
 from sottovoce_eavesdropper.lookout import Row
 from tests.examples import made_up, small_run
 from tests.services.capturing import captured, conversation, encode_round, frame, hello, row

@@ -25,17 +25,17 @@ import structlog
 import yaml
 from rich.console import Console
 
-from sottovoce.auditing.online.watch import Alarm, Watch
-from sottovoce.errors import CaptureError, SottovoceError, SpecError
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import load_spec
 from sottovoce_client.watching import watch as watching
 from sottovoce_client.watching.canaries import CommitmentError, load, placed, save
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.watching.view import Gauges, Sight, picture, power, view
 from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
+from sottovoce_core.auditing.online.watch import Alarm, Watch
+from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.noise import Recorder, SeededNoise
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from tests.examples import made_up, small_run
 

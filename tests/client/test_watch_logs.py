@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce.arrays import Batch
-from sottovoce.errors import CaptureError, DataError, SottovoceError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.spec import RunSpec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.watching.watch import WatchRequest, watch, where
+from sottovoce_core.arrays import Batch
+from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.storage import store, wal
 from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerState

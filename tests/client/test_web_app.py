@@ -12,10 +12,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from sottovoce.errors import SpecError, Unavailable
 from sottovoce_client.cli import app
 from sottovoce_client.web.app import _listening, console_app, is_own_host, token_of
 from sottovoce_client.web.files import End, Files
+from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
 GUARD_S = 100.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import NotReady
-from sottovoce.spec import dump_spec
 from sottovoce_client.running.monitoring import CaptureLine, Places
 from sottovoce_client.watching.view import Gauges
 from sottovoce_client.web import gather
 from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
 from sottovoce_client.web.services import Asked
+from sottovoce_core.errors import NotReady
+from sottovoce_core.spec import dump_spec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks
 from tests.client.summaries import summary

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from sottovoce.errors import SpecError
 from sottovoce_client.documents import page_json
 from sottovoce_client.running.monitoring import History, Look, edge_views, learner_views, plan_of, run_line, run_view
 from sottovoce_client.web.services import watch_views
+from sottovoce_core.errors import SpecError
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2

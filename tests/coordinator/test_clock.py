@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.spec import ClockSpec
 from sottovoce_coordinator.clock import RoundClock
+from sottovoce_core.spec import ClockSpec
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 12))
 """Rounds, learners, window."""

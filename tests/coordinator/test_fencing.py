@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership
+from sottovoce_core.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 
 HERE, ELSEWHERE = bytes(16), bytes([1] * 16)
 

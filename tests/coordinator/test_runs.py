@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import Rule
-from sottovoce.network.graphs import Edges
-from sottovoce.network.weights import digest_of
-from sottovoce.running.run import build_run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
+from sottovoce_core.errors import Rule
+from sottovoce_core.network.graphs import Edges
+from sottovoce_core.network.weights import digest_of
+from sottovoce_core.running.run import build_run
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
 from sottovoce_rpc.learner_status import Cause, KnownBy, LearnerState, LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_from_wire

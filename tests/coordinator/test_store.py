@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce.errors import DataError, NotReady, Unavailable
 from sottovoce_coordinator.runs import Overhearing
 from sottovoce_coordinator.store import FILE, KeptRun, Membership, Store
+from sottovoce_core.errors import DataError, NotReady, Unavailable
 from sottovoce_rpc.directives import Origin
 
 RUN = KeptRun("run-1", "{}", 3, Overhearing("c-1", "/captures/c-1", {(0, 1): "h:1", (1, 2): "h:2"}, "m:3"), b"view")

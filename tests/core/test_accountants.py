@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.budget.composition import dearest_record, message_losses, record_losses
-from sottovoce.data import LearnerData
-from sottovoce.errors import SpecError
-from sottovoce.privacy.accountant import Accountant, ListedLosses, guarantee
-from sottovoce.privacy.guarantee import Event, Grounds, Guarantee, Mechanism, ThreatModel, joint
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.budget.composition import dearest_record, message_losses, record_losses
+from sottovoce_core.data import LearnerData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.accountant import Accountant, ListedLosses, guarantee
+from sottovoce_core.privacy.guarantee import Event, Grounds, Guarantee, Mechanism, ThreatModel, joint
 from tests.claims import EXPOSED, SETUPS, counts_of
 
 EVERY = pytest.mark.parametrize("name", [*SETUPS, *EXPOSED])

@@ -12,23 +12,23 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.admm.accounting import _output_loss
-from sottovoce.algorithms.admm.algorithm import Admm, State
-from sottovoce.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
-from sottovoce.algorithms.admm.local import Hessian, LocalProblem, norm
-from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CheckFailed
-from sottovoce.losses import MarginLoss
-from sottovoce.losses.linear import Logistic, SmoothedHinge
-from sottovoce.losses.loss import sigmoid
-from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
-from sottovoce.running.replay import Losses, replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.admm.accounting import _output_loss
+from sottovoce_core.algorithms.admm.algorithm import Admm, State
+from sottovoce_core.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
+from sottovoce_core.algorithms.admm.local import Hessian, LocalProblem, norm
+from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.losses import MarginLoss
+from sottovoce_core.losses.linear import Logistic, SmoothedHinge
+from sottovoce_core.losses.loss import sigmoid
+from sottovoce_core.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
+from sottovoce_core.running.replay import Losses, replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 PLAIN: dict[str, Any] = {"name": "admm"}

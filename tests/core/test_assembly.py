@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.errors import CaptureError
-from sottovoce.running.run import build_run
-from sottovoce.running.transcript import Assembly, Recent, Versions
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.transcript import Assembly, Recent, Versions
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 

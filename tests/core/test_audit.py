@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing import swaps as swaps_module
-from sottovoce.auditing import worlds as simulated_module
-from sottovoce.auditing.audit import Audit, audit_simulated
-from sottovoce.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
-from sottovoce.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
-from sottovoce.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
-from sottovoce.auditing.plan import AuditPlan, listener, plan_audit
-from sottovoce.auditing.swaps import worst
-from sottovoce.auditing.verdict import Findings, blamed, decide
-from sottovoce.auditing.worlds import NoiseOf, Recording, Share, Worlds, at_a_time, chosen, overhear, shares, twins
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import DataError, SpecError
-from sottovoce.noise import Noise, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing import swaps as swaps_module
+from sottovoce_core.auditing import worlds as simulated_module
+from sottovoce_core.auditing.audit import Audit, audit_simulated
+from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
+from sottovoce_core.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
+from sottovoce_core.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
+from sottovoce_core.auditing.plan import AuditPlan, listener, plan_audit
+from sottovoce_core.auditing.swaps import worst
+from sottovoce_core.auditing.verdict import Findings, blamed, decide
+from sottovoce_core.auditing.worlds import NoiseOf, Recording, Share, Worlds, at_a_time, chosen, overhear, shares, twins
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.noise import Noise, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.examples import made_up, small_run
 

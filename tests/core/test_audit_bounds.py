@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.bounds import (
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.bounds import (
     MOST_RUNS,
     Bound,
     ceiling,
@@ -20,8 +20,8 @@ from sottovoce.auditing.bounds import (
     runs_to_show,
     threshold,
 )
-from sottovoce.auditing.channel_tests import calibration
-from sottovoce.auditing.likelihood import Ratios, guess
+from sottovoce_core.auditing.channel_tests import calibration
+from sottovoce_core.auditing.likelihood import Ratios, guess
 
 
 def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> Ratios:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.views import features
-from sottovoce.auditing.worlds import Share
-from sottovoce.noise import Draw, Noise, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.views import features
+from sottovoce_core.auditing.worlds import Share
+from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 

@@ -11,17 +11,17 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.auditing.blackbox import TESTED, level
-from sottovoce.auditing.bounds import BLIND, OF_NOISE, Levels, epsilon_lower_bound, runs_to_show
-from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
-from sottovoce.auditing.foreign.power import Power, _gaussian_shift, gaussian_epsilon
-from sottovoce.auditing.foreign.repeats import signs
-from sottovoce.auditing.foreign.views import answer_views
-from sottovoce.auditing.verdict import Findings, decide
-from sottovoce.auditing.views import Conversation, Decoded, Overheard, decoded, digest, numbers, timing, views
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.auditing.blackbox import TESTED, level
+from sottovoce_core.auditing.bounds import BLIND, OF_NOISE, Levels, epsilon_lower_bound, runs_to_show
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFound, examine
+from sottovoce_core.auditing.foreign.power import Power, _gaussian_shift, gaussian_epsilon
+from sottovoce_core.auditing.foreign.repeats import signs
+from sottovoce_core.auditing.foreign.views import answer_views
+from sottovoce_core.auditing.verdict import Findings, decide
+from sottovoce_core.auditing.views import Conversation, Decoded, Overheard, decoded, digest, numbers, timing, views
+from sottovoce_core.errors import CaptureError, SpecError
 
 ONE_FAMILY = Levels(0.05, BLIND)
 

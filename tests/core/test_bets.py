@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.online.bets import (
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.online.bets import (
     Bet,
     FarLag,
     Histogram,
@@ -22,9 +22,9 @@ from sottovoce.auditing.online.bets import (
     _on_sizes,
     _too_many,
 )
-from sottovoce.auditing.online.keys import CHANCE, Keys, Sums, _keys_of
-from sottovoce.auditing.online.seen import _FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
-from sottovoce.auditing.online.watch import _BLOCKS, _OWN, _POOLED, _SHARED, _Stakes
+from sottovoce_core.auditing.online.keys import CHANCE, Keys, Sums, _keys_of
+from sottovoce_core.auditing.online.seen import _FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
+from sottovoce_core.auditing.online.watch import _BLOCKS, _OWN, _POOLED, _SHARED, _Stakes
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.channel_tests import _tilted, calibration
-from sottovoce.auditing.likelihood import Ratios, ratios
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.verdict import decide
-from sottovoce.auditing.worlds import overhear, shares
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.channel_tests import _tilted, calibration
+from sottovoce_core.auditing.likelihood import Ratios, ratios
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.auditing.verdict import decide
+from sottovoce_core.auditing.worlds import overhear, shares
+from sottovoce_core.noise import Noise, SeededNoise
 from tests.claims import SETUPS, Times
 from tests.examples import made_up
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.online.canaries import Canaries, CanaryTest, Place, Scorer, draw
-from sottovoce.data import PlacedData
-from sottovoce.errors import SpecError
-from sottovoce.noise import Draw, SeededNoise
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.online.canaries import Canaries, CanaryTest, Place, Scorer, draw
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Draw, SeededNoise
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 DIM, LEARNERS = 2, 5

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import BudgetExhausted
-from sottovoce.experiment import foresee, prepare
-from sottovoce.running.run import format_above
-from sottovoce.spec import parse_spec
-from sottovoce.yaml_files import parse_yaml
+from sottovoce_core.errors import BudgetExhausted
+from sottovoce_core.experiment import foresee, prepare
+from sottovoce_core.running.run import format_above
+from sottovoce_core.spec import parse_spec
+from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_learner.memory import Books
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.algorithms.interface import Clippable, Message
-from sottovoce.errors import CheckFailed
-from sottovoce.noise import SeededNoise
-from sottovoce.running.replay import Replay, replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms import ALGORITHMS
+from sottovoce_core.algorithms.interface import Clippable, Message
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.replay import Replay, replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec
 from tests.examples import made_up, small_spec
 from tests.services.test_every_algorithm import FIELD
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.budget import composition
-from sottovoce.budget.composition import (
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.budget import composition
+from sottovoce_core.budget.composition import (
     Alike,
     _plans_of_use,
     dearest_record,
@@ -24,11 +24,11 @@ from sottovoce.budget.composition import (
     message_losses,
     record_losses,
 )
-from sottovoce.data import LearnerData
-from sottovoce.errors import SpecError
-from sottovoce.privacy.guarantee import Event, Mechanism
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import parse_spec
+from sottovoce_core.data import LearnerData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.guarantee import Event, Mechanism
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 
 T = np.arange(1, 501)

@@ -17,18 +17,18 @@ import pytest
 import yaml
 from scipy import stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.bounds import Levels, Test
-from sottovoce.auditing.conformance.battery import examine_noise
-from sottovoce.auditing.conformance.residuals import as_laplace, residuals
-from sottovoce.auditing.swaps import swaps
-from sottovoce.auditing.worlds import Worlds
-from sottovoce.data import PlacedData
-from sottovoce.noise import Draw, Noise, Recorder, SeededNoise
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.conformance.battery import examine_noise
+from sottovoce_core.auditing.conformance.residuals import as_laplace, residuals
+from sottovoce_core.auditing.swaps import swaps
+from sottovoce_core.auditing.worlds import Worlds
+from sottovoce_core.data import PlacedData
+from sottovoce_core.noise import Draw, Noise, Recorder, SeededNoise
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(

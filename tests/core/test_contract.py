@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import SpecError
-from sottovoce.noise import SeededNoise
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec
 from tests.examples import made_up
 from tests.gossip import Gossip, GossipSpec, gossip_spec
 

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from sottovoce.data import check_batch
-from sottovoce.errors import DataError
-from sottovoce.losses.linear import Hinge, LeastSquares, Logistic, Ridge, SmoothedHinge, Softmax
-from sottovoce.losses.loss import Loss
+from sottovoce_core.data import check_batch
+from sottovoce_core.errors import DataError
+from sottovoce_core.losses.linear import Hinge, LeastSquares, Logistic, Ridge, SmoothedHinge, Softmax
+from sottovoce_core.losses.loss import Loss
 
 LOGISTIC, RIDGE = Logistic(), Ridge()
 SECRET = 8.625
@@ -75,6 +75,6 @@ def test_ridge_takes_any_finite_label_but_no_other() -> None:
 
 
 def test_import_pulls_in_no_reader_of_files() -> None:
-    code = "import sys, sottovoce.data; print([m for m in ('sklearn', 'pyarrow', 'scipy') if m in sys.modules])"
+    code = "import sys, sottovoce_core.data; print([m for m in ('sklearn', 'pyarrow', 'scipy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

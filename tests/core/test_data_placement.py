@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
-from sottovoce.data import Dataset, LearnerData, PlacedData
-from sottovoce.data.dataset import Labelled
-from sottovoce.data.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
-from sottovoce.errors import DataError, SpecError
-from sottovoce.running.placement import place
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce_core.data import Dataset, LearnerData, PlacedData
+from sottovoce_core.data.dataset import Labelled
+from sottovoce_core.data.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.running.placement import place
+from sottovoce_core.spec import RunSpec
 
 NO_TEST = Labelled(np.empty((0, 1)), np.empty(0))
 """A held-out part without records, so that all records are dealt out."""

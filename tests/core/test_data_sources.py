@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.data import Dataset, load_dataset
-from sottovoce.data.known import KNOWN, cache_folder, data_folders
-from sottovoce.data.spec import DataSpec
-from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
-from sottovoce.losses.loss import Loss
+from sottovoce_core.data import Dataset, load_dataset
+from sottovoce_core.data.known import KNOWN, cache_folder, data_folders
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
+from sottovoce_core.losses.loss import Loss
 
 pytestmark = pytest.mark.each
 

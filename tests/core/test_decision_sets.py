@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pydantic import TypeAdapter, ValidationError
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.decision_sets import (
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.decision_sets import (
     AnyDecisionSet,
     Block,
     Box,
@@ -25,7 +25,7 @@ from sottovoce.decision_sets import (
     Simplex,
     TraceNorm,
 )
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 from tests.examples import small_run
 from tests.strategies import decision_sets, matrices, vectors
 

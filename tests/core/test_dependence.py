@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from scipy import special
 
-from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.bounds import Levels, Test
-from sottovoce.auditing.conformance.battery import Dependence
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.lags import Lags
-from sottovoce.auditing.conformance.p_values import (
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.conformance.battery import Dependence
+from sottovoce_core.auditing.conformance.block import Block
+from sottovoce_core.auditing.conformance.lags import Lags
+from sottovoce_core.auditing.conformance.p_values import (
     _largest_law,
     _tracy_widom_p,
     correlation_p,
@@ -30,9 +30,9 @@ from sottovoce.auditing.conformance.p_values import (
     log_sizes,
     smallest_p,
 )
-from sottovoce.auditing.conformance.pairs import _all_pairs_p, _Gram
-from sottovoce.auditing.conformance.regressors import TYPICAL, clipped
-from sottovoce.noise import Draw, KeyedNoise, grid
+from sottovoce_core.auditing.conformance.pairs import _all_pairs_p, _Gram
+from sottovoce_core.auditing.conformance.regressors import TYPICAL, clipped
+from sottovoce_core.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)
@@ -189,8 +189,8 @@ def test_lags_are_those_that_fit_where_there_are_too_many(monkeypatch: pytest.Mo
     block = made(rng, discrete_laplace(rng, (3, 10, 4, 12)))
     whole, few = Lags(), Lags()
     whole.add(block)
-    monkeypatch.setattr("sottovoce.auditing.conformance.lags.KEPT", 3000)
-    monkeypatch.setattr("sottovoce.auditing.conformance.lags.AT_ONCE", 500)
+    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.KEPT", 3000)
+    monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.AT_ONCE", 500)
     few.add(block)
     assert few._sums.size + few._counts.size <= 3000
     reach = [(large - small) // 2 for large, small in zip(whole._sums.shape[2:], few._sums.shape[2:], strict=True)]

@@ -14,14 +14,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.data.cells import Cells
-from sottovoce.data.drafting import draft
-from sottovoce.data.encoding import Encoder
-from sottovoce.data.spec import Schema
-from sottovoce.errors import DataError, SpecError
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import Ridge, Softmax
-from sottovoce.spec import load_schema
+from sottovoce_core.data.cells import Cells
+from sottovoce_core.data.drafting import draft
+from sottovoce_core.data.encoding import Encoder
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import Ridge, Softmax
+from sottovoce_core.spec import load_schema
 
 pytestmark = pytest.mark.each
 

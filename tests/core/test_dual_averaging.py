@@ -11,25 +11,25 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant
-from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging, State
-from sottovoce.algorithms.dual_averaging.parameters import blocks
-from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.algorithms.setting import Setting
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CheckFailed
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import Logistic
-from sottovoce.network.network import Network, PeriodicNetwork
-from sottovoce.network.weights import Mixing
-from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import joint
-from sottovoce.running.replay import Losses, Replay, replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.dual_averaging.accounting import DualAveragingAccountant
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, State
+from sottovoce_core.algorithms.dual_averaging.parameters import blocks
+from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.setting import Setting
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.network.network import Network, PeriodicNetwork
+from sottovoce_core.network.weights import Mixing
+from sottovoce_core.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import joint
+from sottovoce_core.running.replay import Losses, Replay, replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 
 BOX = {"kind": "box", "low": -1.0, "high": 1.0}
 BALL = {"kind": "l2_ball", "radius": 1.0}

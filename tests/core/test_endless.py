@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.errors import SpecError
-from sottovoce.experiment import prepare
-from sottovoce.registry import ENDLESS
-from sottovoce.running.policy import Policy
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, dump_spec, parse_spec
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.registry import ENDLESS
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, dump_spec, parse_spec
 from tests.claims import BALL, EXPOSED, LOGISTIC, RING, SETUPS, Setup
 from tests.examples import small_spec
 

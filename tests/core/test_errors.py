@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sottovoce.errors import CheckFailed, EquivocationError, RemoteProtocolError, Rule, RunOver, SottovoceError
+from sottovoce_core.errors import CheckFailed, EquivocationError, RemoteProtocolError, Rule, RunOver, SottovoceError
 
 RAISED_BY = (
     "sottovoce_client.auditing.network",

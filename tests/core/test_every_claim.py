@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.noise import Draw, Noise, SeededNoise
-from sottovoce.privacy.guarantee import joint
+from sottovoce_core.algorithms import ALGORITHMS
+from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.privacy.guarantee import joint
 from tests.claims import (
     EXPOSED,
     SETUPS,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment, load
-from sottovoce.losses.linear import Logistic
-from sottovoce.spec import load_spec, parse_spec
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Experiment, load
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.spec import load_spec, parse_spec
 
 
 def written(folder: Path) -> str:

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment, require_count
-from sottovoce.explaining import lines_of
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Experiment, require_count
+from sottovoce_core.explaining import lines_of
+from sottovoce_core.spec import RunSpec, parse_spec
 
 pytestmark = pytest.mark.each
 

@@ -13,18 +13,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce import noise
-from sottovoce.algorithms.interface import HeardByAll
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.data import PlacedData
-from sottovoce.decision_sets import L2Ball
-from sottovoce.losses import Loss, bounded, loss, scale_rows
-from sottovoce.losses.linear import Logistic, Ridge
-from sottovoce.noise import Draw, SeededNoise, grid, simulated
-from sottovoce.running import simulator
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core import noise
+from sottovoce_core.algorithms.interface import HeardByAll
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.decision_sets import L2Ball
+from sottovoce_core.losses import Loss, bounded, loss, scale_rows
+from sottovoce_core.losses.linear import Logistic, Ridge
+from sottovoce_core.noise import Draw, SeededNoise, grid, simulated
+from sottovoce_core.running import simulator
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 from tests.strategies import vectors
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from scipy import special
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.bounds import Levels, Test
-from sottovoce.auditing.conformance.block import Block
-from sottovoce.auditing.conformance.freshness import COPIES, EQUAL, LARGEST, Freshness, _Keys, _Ties, mixed, paired
-from sottovoce.noise import Draw, KeyedNoise, grid
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Levels, Test
+from sottovoce_core.auditing.conformance.block import Block
+from sottovoce_core.auditing.conformance.freshness import COPIES, EQUAL, LARGEST, Freshness, _Keys, _Ties, mixed, paired
+from sottovoce_core.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
 MID = (5, 16, 20, 17)

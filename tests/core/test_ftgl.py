@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from sottovoce.algorithms.follow_the_leader.accounting import (
+from sottovoce_core.algorithms.follow_the_leader.accounting import (
     Blocks,
     LeafSensitivity,
     OpenNodes,
@@ -20,26 +20,26 @@ from sottovoce.algorithms.follow_the_leader.accounting import (
     levels,
     lowbit,
 )
-from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce.algorithms.follow_the_leader.conditions import Problem
-from sottovoce.algorithms.follow_the_leader.d_ftgl import DFtgl
-from sottovoce.algorithms.follow_the_leader.gossip import gossip_of
-from sottovoce.algorithms.follow_the_leader.parameters import PdFtglSpec
-from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.algorithms.setting import Setting
-from sottovoce.arrays import FloatArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.losses import mean_gradient
-from sottovoce.losses.linear import Logistic
-from sottovoce.network.topology import FixedNetwork
-from sottovoce.noise import Draw, Noise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.accountant import guarantee
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import SimulatedRound, simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
+from sottovoce_core.algorithms.follow_the_leader.conditions import Problem
+from sottovoce_core.algorithms.follow_the_leader.d_ftgl import DFtgl
+from sottovoce_core.algorithms.follow_the_leader.gossip import gossip_of
+from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec
+from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.setting import Setting
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.network.topology import FixedNetwork
+from sottovoce_core.noise import Draw, Noise, Recorder, SeededNoise, no_noise
+from sottovoce_core.privacy.accountant import guarantee
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import SimulatedRound, simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 PRIVATE = ["pd-ftgl", "pd-ocg"]

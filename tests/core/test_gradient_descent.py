@@ -15,21 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.gradient_descent import accounting as privacy
-from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
-from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.losses import mean_gradient
-from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import Regularity
-from sottovoce.running.replay import Losses, replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import SimulatedRound, simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import dump_spec, parse_spec, spec_schema
+from sottovoce_core.algorithms.gradient_descent import accounting as privacy
+from sottovoce_core.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
+from sottovoce_core.algorithms.gradient_descent.algorithm import GossipDescent
+from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import Regularity
+from sottovoce_core.running.replay import Losses, replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import SimulatedRound, simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import dump_spec, parse_spec, spec_schema
 from tests.examples import made_up
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.network.graph_files import read_edges
-from sottovoce.network.roster import Roster
-from sottovoce.network.topology import Topology
-from sottovoce.spec import LEARNER_NAME, dump_spec, load_spec
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.network.graph_files import read_edges
+from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.topology import Topology
+from sottovoce_core.spec import LEARNER_NAME, dump_spec, load_spec
 
 pytestmark = pytest.mark.each
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.data.schedule import stack
-from sottovoce.losses import Loss
-from sottovoce.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
-from sottovoce.losses.linear import Logistic, PassGlm, Quadratic, Ridge, Softmax
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.data.schedule import stack
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
+from sottovoce_core.losses.linear import Logistic, PassGlm, Quadratic, Ridge, Softmax
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3

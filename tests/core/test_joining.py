@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.data.joining import LabelJoin
-from sottovoce.errors import SpecError
+from sottovoce_core.data.joining import LabelJoin
+from sottovoce_core.errors import SpecError
 
 WINDOW_S, MOST = 10.0, 3
 

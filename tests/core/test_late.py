@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.online.canaries import draw
-from sottovoce.auditing.online.watch import Watch
-from sottovoce.data import PlacedData
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.participation import NONE, USED, Lateness, lateness, on_time
-from sottovoce.running.replay import Replay, replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import ClockSpec
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.online.canaries import draw
+from sottovoce_core.auditing.online.watch import Watch
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.running.participation import NONE, USED, Lateness, lateness, on_time
+from sottovoce_core.running.replay import Replay, replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import ClockSpec
 from sottovoce_lab.trial import ALGORITHMS
 from tests.examples import made_up, small_run, small_spec
 

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from sottovoce.arrays import IntArray
-from sottovoce.auditing.conformance.lattice import Lattice
+from sottovoce_core.arrays import IntArray
+from sottovoce_core.auditing.conformance.lattice import Lattice
 from tests import blocks
 from tests.blocks import (
     MID,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.budget.composition import SHARE, check_lattice
-from sottovoce.running.run import build_run
-from sottovoce.spec import parse_spec
+from sottovoce_core.budget.composition import SHARE, check_lattice
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import parse_spec
 from tests.examples import small_run
 
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
-from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData
-from sottovoce.losses.history import start_history
-from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
+from sottovoce_core.algorithms.ldp_dol.sensitivity import Schedules
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.losses.history import start_history
+from sottovoce_core.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run
 
 LOSSES = [{"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}, {"kind": "ridge", "ridge": 0.0, "clip_norm": 0.5}]

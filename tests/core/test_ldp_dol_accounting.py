@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, _infinite_horizon
-from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.noise import grid
-from sottovoce.privacy.accountant import Accountant, guarantee
-from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
+from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, _infinite_horizon
+from sottovoce_core.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.noise import grid
+from sottovoce_core.privacy.accountant import Accountant, guarantee
+from sottovoce_core.privacy.guarantee import Event, Guarantee, Mechanism, Regularity, ThreatModel
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
-from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
-from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
-from sottovoce.algorithms.setting import Caveat
-from sottovoce.errors import CheckFailed
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import LeastSquares, Logistic, PassGlm, Ridge
-from sottovoce.privacy.guarantee import Regularity
-from sottovoce.running.run import build_run
+from sottovoce_core.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
+from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce_core.algorithms.ldp_dol.sensitivity import Schedules
+from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import LeastSquares, Logistic, PassGlm, Ridge
+from sottovoce_core.privacy.guarantee import Regularity
+from sottovoce_core.running.run import build_run
 from tests.examples import small_spec
 
 UP, DOWN = math.inf, -math.inf

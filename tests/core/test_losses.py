@@ -15,12 +15,12 @@ from scipy.optimize import minimize
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.decision_sets import L2Ball
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.losses import AnyLoss, Loss, MarginLoss, mean_gradient, scale_rows
-from sottovoce.losses.history import start_history
-from sottovoce.losses.linear import (
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.decision_sets import L2Ball
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.losses import AnyLoss, Loss, MarginLoss, mean_gradient, scale_rows
+from sottovoce_core.losses.history import start_history
+from sottovoce_core.losses.linear import (
     Hinge,
     LeastSquares,
     Logistic,
@@ -32,13 +32,13 @@ from sottovoce.losses.linear import (
     Squared,
     _chebyshev,
 )
-from sottovoce.losses.loss import sigmoid
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import regularity_of
-from sottovoce.running.replay import replay
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.losses.loss import sigmoid
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.guarantee import regularity_of
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_run
 from tests.strategies import (
     CLASSES,
@@ -543,7 +543,7 @@ def test_a_section_is_its_loss(section: object, loss: Loss) -> None:
         ),
         ({"history": "pass_glm", "score_bound": 3, "clip_norm": 1}, "to clip, one needs the records"),
         ({"kind": "softmax"}, "classes"),
-        ({"kind": "tests.core.test_losses:DIM"}, "must be a subclass of sottovoce.losses.loss.Loss"),
+        ({"kind": "tests.core.test_losses:DIM"}, "must be a subclass of sottovoce_core.losses.loss.Loss"),
         (7, "must be a kind or a mapping of fields"),
     ],
 )

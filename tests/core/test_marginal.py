@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from sottovoce.arrays import IntArray
-from sottovoce.auditing.conformance.marginal import Marginal
-from sottovoce.auditing.conformance.p_values import gamma, maximum
-from sottovoce.noise import grid
+from sottovoce_core.arrays import IntArray
+from sottovoce_core.auditing.conformance.marginal import Marginal
+from sottovoce_core.auditing.conformance.p_values import gamma, maximum
+from sottovoce_core.noise import grid
 from tests import blocks
 from tests.blocks import (
     MID,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.noise import Draw, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
-from sottovoce.noise.mechanisms import (
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.noise import Draw, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
+from sottovoce_core.noise.mechanisms import (
     certain_density,
     gaussian_density,
     gaussian_loss,

@@ -11,18 +11,18 @@ import pytest
 from scipy import optimize
 from sklearn.linear_model import LogisticRegression, Ridge
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.decision_sets import L2Ball
-from sottovoce.errors import SpecError
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import Logistic
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running import metrics
-from sottovoce.running.metrics import Curves, Metrics, Objective, _checkpoints
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.decision_sets import L2Ball
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.running import metrics
+from sottovoce_core.running.metrics import Curves, Metrics, Objective, _checkpoints
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run, small_spec
 
 minimize: Any = optimize.minimize

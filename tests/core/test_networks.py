@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.errors import CaptureError, CheckFailed, SpecError
-from sottovoce.network.graphs import Edges, RandomGraphs
-from sottovoce.network.network import Digests, Network, PeriodicNetwork, cut_off
-from sottovoce.network.roster import Roster
-from sottovoce.network.topology import FixedNetwork, Topology
-from sottovoce.network.weights import MetropolisWeights, Mixing, digest_of
-from sottovoce.noise import SeededNoise
-from sottovoce.running.replay import replay
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.errors import CaptureError, CheckFailed, SpecError
+from sottovoce_core.network.graphs import Edges, RandomGraphs
+from sottovoce_core.network.network import Digests, Network, PeriodicNetwork, cut_off
+from sottovoce_core.network.roster import Roster
+from sottovoce_core.network.topology import FixedNetwork, Topology
+from sottovoce_core.network.weights import MetropolisWeights, Mixing, digest_of
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 
@@ -362,7 +362,7 @@ def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: d
         assert np.array_equal(ours.at(t).matrix, theirs.at(t).matrix)
     assert told.explicit(3) == told
     code = (
-        "import sys; from sottovoce.network.topology import Topology\n"
+        "import sys; from sottovoce_core.network.topology import Topology\n"
         f"Topology.model_validate_json({told.model_dump_json()!r}).network(3, 20).at(3)\n"
         "sys.exit('networkx' in sys.modules)"
     )

@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import SpecError
-from sottovoce.noise import (
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import (
     Draw,
     KeyedNoise,
     Law,

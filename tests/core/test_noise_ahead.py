@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sottovoce.algorithms.interface import Who
-from sottovoce.arrays import FloatArray
-from sottovoce.noise import Draw, KeyedNoise, Noise, SeededNoise, SystemNoise, grid
-from sottovoce.noise.draw import MOST_ROWS, Ahead, Row
-from sottovoce.running.run import build_run
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.noise import Draw, KeyedNoise, Noise, SeededNoise, SystemNoise, grid
+from sottovoce_core.noise.draw import MOST_ROWS, Ahead, Row
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import parse_spec
 from tests.core.test_noise import Entropy
 
 DIM = 100
@@ -209,7 +209,7 @@ def test_a_pickle_holds_no_noise() -> None:
 
 FORKING = """
 import json, os, sys
-from sottovoce.noise import SystemNoise
+from sottovoce_core.noise import SystemNoise
 from tests.core.test_noise_ahead import rounds
 source = SystemNoise()
 said = {"before": rounds(source, 0, 5)[:, 0].tolist()}

@@ -14,12 +14,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.noise import LARGEST_SCALE, SMALLEST_SCALE, Draw, SeededNoise
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.noise import LARGEST_SCALE, SMALLEST_SCALE, Draw, SeededNoise
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 FIELD: dict[str, Any] = yaml.safe_load(

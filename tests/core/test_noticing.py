@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.algorithms.interface import OnLattice
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said, _off_lattice
-from sottovoce.noise import SeededNoise, grid
-from sottovoce.noise.mechanisms import lattice_of
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.interface import OnLattice
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.noticing import Expected, Notice, Noticing, Said, _off_lattice
+from sottovoce_core.noise import SeededNoise, grid
+from sottovoce_core.noise.mechanisms import lattice_of
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 

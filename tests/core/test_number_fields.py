@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from sottovoce.errors import SpecError
-from sottovoce.registry import Registry, Section
-from sottovoce.running.policy import Policy, load_policy
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
-from sottovoce.yaml_files import parse_yaml
+from sottovoce_core.errors import SpecError
+from sottovoce_core.registry import Registry, Section
+from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_core.yaml_files import parse_yaml
 
 VALUES: tuple[Any, ...] = (
     math.nan,

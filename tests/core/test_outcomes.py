@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from sottovoce.auditing.audit import conclude, examine, few, gathered
-from sottovoce.auditing.bounds import Levels
-from sottovoce.auditing.channel_tests import WHOLE, Starts
-from sottovoce.auditing.likelihood import Excess, Ratios, ratios
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.verdict import Findings, Verdict, decide
-from sottovoce.auditing.worlds import Recording, Share, overhear
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import WEAK_EPSILON, ThreatModel
+from sottovoce_core.auditing.audit import conclude, examine, few, gathered
+from sottovoce_core.auditing.bounds import Levels
+from sottovoce_core.auditing.channel_tests import WHOLE, Starts
+from sottovoce_core.auditing.likelihood import Excess, Ratios, ratios
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide
+from sottovoce_core.auditing.worlds import Recording, Share, overhear
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON, ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
 

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.bounds import Levels
-from sottovoce.auditing.conformance import block as blocks
-from sottovoce.auditing.conformance.battery import INSTRUMENTS, Battery, examine_noise
-from sottovoce.auditing.conformance.block import Block, Instrument
-from sottovoce.auditing.conformance.lattice import _counted, _length, _trailing
-from sottovoce.auditing.conformance.regressors import _Noise
-from sottovoce.auditing.conformance.residuals import UNKNOWN, Residuals, Schedule, residuals
-from sottovoce.auditing.swaps import swaps
-from sottovoce.auditing.worlds import Worlds
-from sottovoce.noise import SeededNoise
-from sottovoce.running.transcript import Transcript
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.bounds import Levels
+from sottovoce_core.auditing.conformance import block as blocks
+from sottovoce_core.auditing.conformance.battery import INSTRUMENTS, Battery, examine_noise
+from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.lattice import _counted, _length, _trailing
+from sottovoce_core.auditing.conformance.regressors import _Noise
+from sottovoce_core.auditing.conformance.residuals import UNKNOWN, Residuals, Schedule, residuals
+from sottovoce_core.auditing.swaps import swaps
+from sottovoce_core.auditing.worlds import Worlds
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.transcript import Transcript
 from tests.blocks import block_of, discrete_laplace, judged, odd_block
 from tests.core.test_conformance import of_the_field, overheard
 from tests.examples import made_up, small_run

@@ -16,14 +16,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.errors import SpecError
-from sottovoce.privacy.accountant import ListedLosses
-from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
-from sottovoce.running import policy as module
-from sottovoce.running.policy import LONGEST_FILE, Guarantees, Policy, dump_policy, load_policy
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.privacy.guarantee import Event, Grounds, ThreatModel
+from sottovoce_core.running import policy as module
+from sottovoce_core.running.policy import LONGEST_FILE, Guarantees, Policy, dump_policy, load_policy
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, small_run, small_spec
 from tests.gossip import Gossip, GossipSpec
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.auditing.audit import Audit, conclude, examine, gathered
-from sottovoce.auditing.channel_tests import PairRuns, channel_tests, private_tests
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.views import features
-from sottovoce.auditing.worlds import QUANTITIES, Recording, Share, Worlds, chosen, differences, overhear, shares
-from sottovoce.data import PlacedData
-from sottovoce.losses import mean_gradient
-from sottovoce.noise import SeededNoise
-from sottovoce.running.run import Run
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.auditing.audit import Audit, conclude, examine, gathered
+from sottovoce_core.auditing.channel_tests import PairRuns, channel_tests, private_tests
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.views import features
+from sottovoce_core.auditing.worlds import QUANTITIES, Recording, Share, Worlds, chosen, differences, overhear, shares
+from sottovoce_core.data import PlacedData
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.run import Run
 from tests.examples import made_up, small_run
 
 ROUNDS, FEATURES = 6, 5

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.algorithms.interface import SaysItsModel
-from sottovoce.arrays import FloatArray
-from sottovoce.noise import SeededNoise
-from sottovoce.running.replay import Replay
-from sottovoce.running.run import Cover, Run, publication
+from sottovoce_core.algorithms import ALGORITHMS
+from sottovoce_core.algorithms.interface import SaysItsModel
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.replay import Replay
+from sottovoce_core.running.run import Cover, Run, publication
 from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
 from tests.examples import small_run
 from tests.gossip import GOSSIP

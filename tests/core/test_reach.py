@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.plan import AuditPlan, divided, plan_audit
-from sottovoce.auditing.verdict import blind, most, reaches
-from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.plan import AuditPlan, divided, plan_audit
+from sottovoce_core.auditing.verdict import blind, most, reaches
+from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
 
@@ -59,7 +59,7 @@ def test_an_error_of_the_scale_of_that_size_is_found() -> None:
         error = least(plan, numbers)["noise whose scale is wrong"]
 
         def wrong(own: np.random.SeedSequence, factor: float = 1.0 + error) -> Any:
-            from sottovoce.noise import SeededNoise
+            from sottovoce_core.noise import SeededNoise
 
             source = SeededNoise(own)
             return lambda draw: draw.rounded(factor * source(draw))

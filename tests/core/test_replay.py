@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
-from sottovoce.arrays import Batch, FloatArray, IntArray
-from sottovoce.auditing.conformance.residuals import learned
-from sottovoce.auditing.swaps import most_telling, swaps
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CheckFailed, DataError
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running.replay import Losses, Replay, replay, replayed
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
+from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
+from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.auditing.conformance.residuals import learned
+from sottovoce_core.auditing.swaps import most_telling, swaps
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CheckFailed, DataError
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.running.replay import Losses, Replay, replay, replayed
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
 from sottovoce_lab.trial import ALGORITHMS
 from tests.examples import made_up, small_run
 

@@ -10,33 +10,33 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce.algorithms.ldp_dol.sensitivity import SensitivityRecursion
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.online.canaries import CanaryTest, draw
-from sottovoce.auditing.online.watch import Watch
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.swaps import swaps
-from sottovoce.budget.composition import dearest_record, message_losses, record_losses
-from sottovoce.data import PlacedData
-from sottovoce.data.dataset import Dataset, Labelled
-from sottovoce.errors import CheckFailed, DataError, NotReady, SpecError
-from sottovoce.experiment import Experiment
-from sottovoce.network.network import Network, PartialNetwork
-from sottovoce.network.roster import Absence, Mask, Roster
-from sottovoce.network.topology import Topology
-from sottovoce.network.weights import Mixing
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.guarantee import ThreatModel, regularity_of
-from sottovoce.running.metrics import Metrics
-from sottovoce.running.participation import require_amendment, with_learner, without
-from sottovoce.running.placement import place
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
+from sottovoce_core.algorithms.ldp_dol.sensitivity import SensitivityRecursion
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.online.canaries import CanaryTest, draw
+from sottovoce_core.auditing.online.watch import Watch
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.auditing.swaps import swaps
+from sottovoce_core.budget.composition import dearest_record, message_losses, record_losses
+from sottovoce_core.data import PlacedData
+from sottovoce_core.data.dataset import Dataset, Labelled
+from sottovoce_core.errors import CheckFailed, DataError, NotReady, SpecError
+from sottovoce_core.experiment import Experiment
+from sottovoce_core.network.network import Network, PartialNetwork
+from sottovoce_core.network.roster import Absence, Mask, Roster
+from sottovoce_core.network.topology import Topology
+from sottovoce_core.network.weights import Mixing
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import ThreatModel, regularity_of
+from sottovoce_core.running.metrics import Metrics
+from sottovoce_core.running.participation import require_amendment, with_learner, without
+from sottovoce_core.running.placement import place
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_lab.trial import ALGORITHMS
 from sottovoce_learner.memory import Books
 from tests.claims import Times

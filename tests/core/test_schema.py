@@ -18,16 +18,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.auditing.online.canaries import draw
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.data import load_dataset
-from sottovoce.data.columns import read_cells, read_columns
-from sottovoce.data.encoding import UNDECLARED, Encoded, Encoder
-from sottovoce.data.spec import MOST_FEATURES, DataSpec, Schema
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Experiment, load, prepare
-from sottovoce.losses.linear import Logistic, Ridge, Softmax
-from sottovoce.spec import codes_to_import, dump_spec, load_schema, load_spec, parse_spec, spec_schema
+from sottovoce_core.auditing.online.canaries import draw
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.data import load_dataset
+from sottovoce_core.data.columns import read_cells, read_columns
+from sottovoce_core.data.encoding import UNDECLARED, Encoded, Encoder
+from sottovoce_core.data.spec import MOST_FEATURES, DataSpec, Schema
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Experiment, load, prepare
+from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
+from sottovoce_core.spec import codes_to_import, dump_spec, load_schema, load_spec, parse_spec, spec_schema
 from sottovoce_rpc.specs import document_from_wire, plan_hash, spec_from_wire, spec_to_wire
 
 pytestmark = pytest.mark.each

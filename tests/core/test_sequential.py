@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from scipy import special
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.online.bets import Scale
-from sottovoce.auditing.online.sequential import Detector, EpsilonBound, Guesses, e_bh, mixture
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.online.bets import Scale
+from sottovoce_core.auditing.online.sequential import Detector, EpsilonBound, Guesses, e_bh, mixture
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""

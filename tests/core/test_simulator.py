@@ -10,14 +10,14 @@ import pytest
 import yaml
 from scipy import stats
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.losses.linear import Ridge
-from sottovoce.noise import Draw, Law, Recorder, SeededNoise, grid, simulated
-from sottovoce.running import simulator
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.losses.linear import Ridge
+from sottovoce_core.noise import Draw, Law, Recorder, SeededNoise, grid, simulated
+from sottovoce_core.running import simulator
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 

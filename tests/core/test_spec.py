@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
-from sottovoce.yaml_files import parse_yaml
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+from sottovoce_core.yaml_files import parse_yaml
 
 pytestmark = pytest.mark.each
 

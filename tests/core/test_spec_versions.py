@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import SpecError
-from sottovoce.spec import RunSpec, parse_spec
-from sottovoce.spec_versions import FIELD, FORMAT, STRICT, stamped, tolerated
+from sottovoce_core.errors import SpecError
+from sottovoce_core.spec import RunSpec, parse_spec
+from sottovoce_core.spec_versions import FIELD, FORMAT, STRICT, stamped, tolerated
 from tests.examples import small_spec
 
 pytestmark = pytest.mark.each

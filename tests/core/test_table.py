@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce.errors import SpecError
-from sottovoce.table import SHOWN, Table
+from sottovoce_core.errors import SpecError
+from sottovoce_core.table import SHOWN, Table
 
 ROWS = [("north", 1, 0.5), (None, 2, math.nan), ("a_b & <c>", 3, math.inf)]
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.network.topology import FixedNetwork, Topology
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.network.topology import FixedNetwork, Topology
 
 pytestmark = pytest.mark.each
 
@@ -332,5 +332,5 @@ def test_neighbours_give_back_the_matrix(graph: tuple[int, list[tuple[int, int]]
 
 def test_importing_the_module_does_not_import_networkx() -> None:
     """A learner gets its weights from the coordinator, and need not wait for a graph library."""
-    code = "import sys, sottovoce.network.topology; sys.exit('networkx' in sys.modules)"
+    code = "import sys, sottovoce_core.network.topology; sys.exit('networkx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,25 +11,25 @@ import pytest
 import yaml
 from sklearn.datasets import load_digits
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.data import LearnerData, PlacedData, check_batch
-from sottovoce.data.encoding import map_labels
-from sottovoce.errors import CheckFailed, DataError, SpecError
-from sottovoce.losses import mean_gradient
-from sottovoce.losses.linear import Logistic, Softmax
-from sottovoce.losses.torch import TorchLoss
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import dump_spec, parse_spec, spec_schema
+from sottovoce_core.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.data import LearnerData, PlacedData, check_batch
+from sottovoce_core.data.encoding import map_labels
+from sottovoce_core.errors import CheckFailed, DataError, SpecError
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.losses.linear import Logistic, Softmax
+from sottovoce_core.losses.torch import TorchLoss
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import dump_spec, parse_spec, spec_schema
 from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.losses.torch_module import LARGEST_PART, _clipped_sum, _trainable  # noqa: E402
+from sottovoce_core.losses.torch_module import LARGEST_PART, _clipped_sum, _trainable  # noqa: E402
 
 HERE = "tests.core.test_torch_loss"
 
@@ -311,7 +311,7 @@ def test_modules_that_cannot_be_used(fields: dict[str, Any], text: str) -> None:
 
 def test_without_pytorch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "sottovoce.losses.torch_module", raising=False)
+    monkeypatch.delitem(sys.modules, "sottovoce_core.losses.torch_module", raising=False)
     with pytest.raises(SpecError, match=r"in a clone of the repository, pip install '\.\[torch\]'"):
         TorchLoss.model_validate(section()).made.dim  # noqa: B018
 

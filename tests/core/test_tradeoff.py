@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from sottovoce.budget.tradeoff import AccuracyCurve, Utility, fit, solve
-from sottovoce.errors import SpecError
+from sottovoce_core.budget.tradeoff import AccuracyCurve, Utility, fit, solve
+from sottovoce_core.errors import SpecError
 
 DVP, PVP = AccuracyCurve(0.2, 25.0, 0.1), AccuracyCurve(20.0, 20.0, 0.1)
 

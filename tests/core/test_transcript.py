@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CaptureError
-from sottovoce.running.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.running.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
 
 pytestmark = pytest.mark.each
 

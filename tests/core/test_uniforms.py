@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sottovoce.auditing.bounds import Test
-from sottovoce.auditing.conformance.battery import Dependence
-from sottovoce.auditing.conformance.block import Block, Instrument
-from sottovoce.auditing.conformance.residuals import as_laplace
-from sottovoce.auditing.conformance.uniforms import Uniforms
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.auditing.verdict import reaches
-from sottovoce.noise import Draw, SeededNoise, grid
+from sottovoce_core.auditing.bounds import Test
+from sottovoce_core.auditing.conformance.battery import Dependence
+from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.residuals import as_laplace
+from sottovoce_core.auditing.conformance.uniforms import Uniforms
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.auditing.verdict import reaches
+from sottovoce_core.noise import Draw, SeededNoise, grid
 from tests import blocks
 from tests.blocks import MID, SCALE, block_of, closely, gaussian, noise_block, require_adds_up, require_right_p_values
 from tests.claims import SETUPS

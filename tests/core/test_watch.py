@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.auditing.online.keys import Keys
-from sottovoce.auditing.online.watch import _BLOCKS, Alarm, Watch
-from sottovoce.data import PlacedData
-from sottovoce.errors import CaptureError
-from sottovoce.noise import Draw, Noise, SeededNoise
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import simulate
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray, Scalars
+from sottovoce_core.auditing.online.keys import Keys
+from sottovoce_core.auditing.online.watch import _BLOCKS, Alarm, Watch
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
 from tests.examples import made_up, small_run
 from tests.watched import Changed, alarms
 
@@ -230,7 +230,7 @@ def bytes_of(thing: Any) -> int:
         return sum(map(bytes_of, thing.values()))
     if isinstance(thing, (tuple, list)):
         return sum(map(bytes_of, thing))
-    if not type(thing).__module__.startswith("sottovoce.auditing.online"):
+    if not type(thing).__module__.startswith("sottovoce_core.auditing.online"):
         return 0  # the run, its data, what an algorithm remembers
     names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
     return sum(bytes_of(getattr(thing, name)) for name in names)

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic import ValidationError, create_model
 
-from sottovoce.errors import SpecError
-from sottovoce.registry import Section
-from sottovoce.spec import RunSpec, load_spec
-from sottovoce.yaml_files import LONGEST, parse_yaml, text_of, write_yaml
+from sottovoce_core.errors import SpecError
+from sottovoce_core.registry import Section
+from sottovoce_core.spec import RunSpec, load_spec
+from sottovoce_core.yaml_files import LONGEST, parse_yaml, text_of, write_yaml
 
 pytestmark = pytest.mark.each
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce.running.policy import load_policy
-from sottovoce.spec import load_spec
+from sottovoce_core.running.policy import load_policy
+from sottovoce_core.spec import load_spec
 from tests.deploy.engine import engine, require_engine
 from tests.deploy.faults import REFUSED
 from tests.deploy.images import CHECKOUT, SETTINGS, STANDINS, TARGETS, VERSION

@@ -9,18 +9,18 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from sottovoce.registry import Registry, Section
-from sottovoce.spec import RunSpec
+from sottovoce_core.registry import Registry, Section
+from sottovoce_core.spec import RunSpec
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = {
-    "sottovoce.algorithms.gradient_descent": "baselines.md",
-    "sottovoce.algorithms.admm": "admm.md",
-    "sottovoce.algorithms.follow_the_leader": "pd-ftgl.md",
-    "sottovoce.algorithms.dual_averaging": "dpsda.md",
-    "sottovoce.losses.torch": "torch.md",
-    "sottovoce.data.spec.Schema": "schema.md",
-    "sottovoce.data.fields": "schema.md",
+    "sottovoce_core.algorithms.gradient_descent": "baselines.md",
+    "sottovoce_core.algorithms.admm": "admm.md",
+    "sottovoce_core.algorithms.follow_the_leader": "pd-ftgl.md",
+    "sottovoce_core.algorithms.dual_averaging": "dpsda.md",
+    "sottovoce_core.losses.torch": "torch.md",
+    "sottovoce_core.data.spec.Schema": "schema.md",
+    "sottovoce_core.data.fields": "schema.md",
 }
 """Where fields stand that docs/spec.md leaves to another page, by the beginning of their section's name."""
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -7,9 +7,9 @@ from typing import get_args
 
 import typer
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.auditing.verdict import Kind
 from sottovoce_client.cli.app import app
+from sottovoce_core.algorithms import ALGORITHMS
+from sottovoce_core.auditing.verdict import Kind
 from tests.docs.commands import Named, mistake, named
 from tests.docs.pages import CHECKOUT, text_of
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from sottovoce.errors import DataError
+from sottovoce_core.errors import DataError
 from sottovoce_learner.storage.state_folder import Files
 from sottovoce_learner.storage.verify import look, stand
 from sottovoce_learner.storage.wal import Reading, read_log

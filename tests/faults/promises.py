@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.signatures import BLOCK
 from tests.faults.simulated import anybody_late, decoded, unlike
 from tests.faults.stage import NAMES

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 import grpc
 from rich.console import Console
 
-from sottovoce.errors import NotReady, SpecError, Unavailable
-from sottovoce.network.roster import Absence
 from sottovoce_client.running import known
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.network.roster import Absence
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel

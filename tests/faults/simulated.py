@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.noise import Draw, KeyedNoise, Noise
-from sottovoce.running.participation import NONE, USED
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.noise import Draw, KeyedNoise, Noise
+from sottovoce_core.running.participation import NONE, USED
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up
 from tests.faults.stage import NOISE_SEED

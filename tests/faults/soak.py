@@ -16,9 +16,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.storage.verify import Ledger
 from tests.examples import ALLOWING, made_up, small_spec

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.credentials import Credentials
 from tests.examples import ALLOWING_FILE, small_spec

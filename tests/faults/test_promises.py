@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.running.participation import on_time
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec
 from sottovoce_client.transcripts.verify import Words
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.running.participation import on_time
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import BLOCK, DIGEST, Statement, digest
 from tests.examples import made_up

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import grpc
 
-from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import run_on
 from sottovoce_client.transcripts.verify import Words, read
+from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner.storage.verify import Ledger

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
-from sottovoce.errors import Unavailable
 from sottovoce_coordinator.conducting import Amender
 from sottovoce_coordinator.store import Store
+from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sottovoce.algorithms.interface import Message
+from sottovoce_core.algorithms.interface import Message
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel

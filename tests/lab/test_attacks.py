@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.data import PlacedData
-from sottovoce.errors import SpecError
-from sottovoce.noise import Noise, SeededNoise, no_noise
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Noise, SeededNoise, no_noise
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import parse_spec
 from sottovoce_lab.cases import _from_both, _from_decisions, _from_messages, _guess, _Pair, _roc, _simulate_worlds
 from sottovoce_lab.rebuild import (
     Rebuilt,

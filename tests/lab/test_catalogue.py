@@ -10,11 +10,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conformance.residuals import residuals
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.worlds import Share, children, overhear
-from sottovoce.noise import Draw, Noise, SeededNoise, grid
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.conformance.residuals import residuals
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.worlds import Share, children, overhear
+from sottovoce_core.noise import Draw, Noise, SeededNoise, grid
 from sottovoce_lab.breaking import correlated, each_message, each_number, event, repeated, rescaled, shaped
 from sottovoce_lab.catalogue import CATALOGUE, MUTANTS
 from sottovoce_lab.mutants import Kind

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.spec import parse_spec
 from sottovoce_lab import gallery
 from sottovoce_lab.gallery import SHOWN, _png, gallery_of
 from tests.services.network import network

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.arrays import Batch  # noqa: E402
-from sottovoce.data import PlacedData  # noqa: E402
-from sottovoce.losses.torch import TorchLoss  # noqa: E402
-from sottovoce.noise import SeededNoise  # noqa: E402
-from sottovoce.running.run import build_run  # noqa: E402
-from sottovoce.running.simulator import simulate  # noqa: E402
-from sottovoce.running.transcript import Transcript  # noqa: E402
-from sottovoce.spec import parse_spec  # noqa: E402
+from sottovoce_core.arrays import Batch  # noqa: E402
+from sottovoce_core.data import PlacedData  # noqa: E402
+from sottovoce_core.losses.torch import TorchLoss  # noqa: E402
+from sottovoce_core.noise import SeededNoise  # noqa: E402
+from sottovoce_core.running.run import build_run  # noqa: E402
+from sottovoce_core.running.simulator import simulate  # noqa: E402
+from sottovoce_core.running.transcript import Transcript  # noqa: E402
+from sottovoce_core.spec import parse_spec  # noqa: E402
 from sottovoce_lab.inversion import invert  # noqa: E402
 from sottovoce_lab.rebuild import Rebuilt, rebuild  # noqa: E402
 from tests.examples import made_up  # noqa: E402

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sottovoce import algorithms
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.errors import SpecError
-from sottovoce.noise import Draw
+from sottovoce_core import algorithms
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Draw
 from sottovoce_lab.breaking import Spoken, _overspent, forgetful, notices, times
 from sottovoce_lab.catalogue import MUTANTS
 from sottovoce_lab.mutants import Broken, Mutant, noisy

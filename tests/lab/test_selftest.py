@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared
 from sottovoce_client import terminal
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared
 from sottovoce_lab import selftest
 from sottovoce_lab.catalogue import MUTANTS
 from sottovoce_lab.mutants import Broken, Mutant

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.errors import BudgetExhausted
-from sottovoce.privacy.accountant import Accountant
+from sottovoce_core.errors import BudgetExhausted
+from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_learner.memory import Allowance, Books
 from tests.examples import small_run
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import DataError
+from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import state_folder, verify, wal
 from sottovoce_learner.storage.ledger import SLOT, LedgerLine
 from sottovoce_learner.storage.state_folder import Files, claim, content

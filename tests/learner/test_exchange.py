@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.spec import RunSpec
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.specs import plan_hash
 from tests.examples import small_spec
 

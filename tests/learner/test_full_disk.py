@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import DataError
+from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.state_folder import DiskFull

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from sottovoce.errors import DataError, SpecError, Unavailable
+from sottovoce_core.errors import DataError, SpecError, Unavailable
 from sottovoce_learner import hosting
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.host_file import hosted, named

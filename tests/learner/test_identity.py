@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce.errors import DataError
+from sottovoce_core.errors import DataError
 from sottovoce_learner.storage.state_folder import Identity
 
 

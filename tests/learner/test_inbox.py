@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import RemoteProtocolError, Rule, StrangerError
 from sottovoce_learner.peers.inbox import Inbox
 
 

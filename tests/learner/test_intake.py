@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
-from sottovoce.losses import bounded
-from sottovoce.losses.linear import Logistic, Ridge
-from sottovoce.network.roster import Attendance
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
+from sottovoce_core.losses import bounded
+from sottovoce_core.losses.linear import Logistic, Ridge
+from sottovoce_core.network.roster import Attendance
 from sottovoce_learner.ingest import queue
 from sottovoce_learner.ingest.queue import Intake, Planned
 from sottovoce_learner.storage.snapshot import pack, unpack

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
-from sottovoce.noise import SystemNoise
-from sottovoce.privacy.accountant import ListedLosses
-from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
+from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, SpecError
+from sottovoce_core.noise import SystemNoise
+from sottovoce_core.privacy.accountant import ListedLosses
+from sottovoce_core.spec import parse_spec
 from sottovoce_learner.memory import Allowance, Books
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session

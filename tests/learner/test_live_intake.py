@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.arrays import as_floats
-from sottovoce.errors import DataError, RemoteProtocolError, SottovoceError
-from sottovoce.losses.linear import Logistic
-from sottovoce.network.roster import Attendance
+from sottovoce_core.arrays import as_floats
+from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.network.roster import Attendance
 from sottovoce_learner.ingest.queue import Live, intake_for
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor

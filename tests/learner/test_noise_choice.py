@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import SpecError
-from sottovoce.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.network import Digests
-from sottovoce.network.topology import Topology
-from sottovoce.network.weights import digest_of
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.network.network import Digests
+from sottovoce_core.network.topology import Topology
+from sottovoce_core.network.weights import digest_of
 from sottovoce_learner.peers.plan import Plan
 
 TURNS = {

@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce.errors import NotReady
-from sottovoce.noise import SystemNoise
-from sottovoce.spec import parse_spec
+from sottovoce_core.errors import NotReady
+from sottovoce_core.noise import SystemNoise
+from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.ingest.group_commit import Receipts

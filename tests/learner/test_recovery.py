@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.arrays import as_floats
-from sottovoce.errors import DataError
-from sottovoce.noise import KeyedNoise, Noise, SystemNoise
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.arrays import as_floats
+from sottovoce_core.errors import DataError
+from sottovoce_core.noise import KeyedNoise, Noise, SystemNoise
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.memory import Kept
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.role import Role

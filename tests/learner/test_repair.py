@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import DataError, NotReady, SpecError
 from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
+from sottovoce_core.errors import DataError, NotReady, SpecError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.state_folder import Files, claim
 from sottovoce_learner.storage.verify import Ledger, look, moved, repair, verify

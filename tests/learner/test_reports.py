@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce.noise import SystemNoise
+from sottovoce_core.noise import SystemNoise
 from sottovoce_learner.progress import Grants
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
-from sottovoce.noise import SystemNoise
-from sottovoce.spec import parse_spec
+from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
+from sottovoce_core.noise import SystemNoise
+from sottovoce_core.spec import parse_spec
 from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session

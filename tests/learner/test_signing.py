@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.errors import EquivocationError, RemoteProtocolError
+from sottovoce_core.errors import EquivocationError, RemoteProtocolError
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.peers.signing import Own, Unsigned
 from sottovoce_rpc.signatures import BLOCK, Statement, digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sottovoce.spec import ClockSpec
+from sottovoce_core.spec import ClockSpec
 from sottovoce_learner.progress import Wait, in_words, waiting
 from sottovoce_rpc.learner_status import Cause, Waiting
 from sottovoce_wire.v1 import coordinator_pb2

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from scipy import stats
 
-from sottovoce.auditing.audit import audit_simulated
-from sottovoce.auditing.plan import plan_audit
-from sottovoce.data import PlacedData
-from sottovoce.errors import SottovoceError
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import parse_spec
+from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.plan import plan_audit
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from typing import NamedTuple
 
-from sottovoce.errors import SottovoceError
-from sottovoce.running.participation import with_learner, without
-from sottovoce.spec import RunSpec
 from sottovoce_coordinator import conducting
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_coordinator.store import KeptRun
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.running.participation import with_learner, without
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from tests.model.runs import FEATURES, RUN, Shape, absences_of, run_of

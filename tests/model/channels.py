@@ -7,7 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from sottovoce.errors import SottovoceError
+from sottovoce_core.errors import SottovoceError
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import Link

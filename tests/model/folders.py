@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sottovoce.algorithms.interface import Who
-from sottovoce.errors import DataError, SottovoceError
+from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.memory import Books, Memory
 from sottovoce_learner.peers.outbox import Link

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce.errors import NotReady, StrangerError, Unavailable
 from sottovoce_coordinator.store import Claim, Membership
+from sottovoce_core.errors import NotReady, StrangerError, Unavailable
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import channels, folders, machine, runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from sottovoce.errors import RemoteProtocolError
+from sottovoce_core.errors import RemoteProtocolError
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_rpc.specs import plan_hash

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import as_floats
-from sottovoce.network.network import Digests
-from sottovoce.network.roster import Attendance
-from sottovoce.running.participation import USED, slots, used_field
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import as_floats
+from sottovoce_core.network.network import Digests
+from sottovoce_core.network.roster import Attendance
+from sottovoce_core.running.participation import USED, slots, used_field
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.memory import Books
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_rpc.codec import RoundCodec, to_tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 from sottovoce_rpc.addresses import place_of, place_of_url, require_address, require_host
 
 pytestmark = pytest.mark.each

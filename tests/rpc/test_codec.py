@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import LocalProtocolError, RemoteProtocolError, Rule
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import LocalProtocolError, RemoteProtocolError, Rule
 from sottovoce_rpc.codec import (
     LARGEST,
     RoundCodec,

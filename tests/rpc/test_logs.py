@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from sottovoce.errors import CheckFailed, DataError, SpecError, require
-from sottovoce.noise.mechanisms import largest_said
-from sottovoce.spec import parse_spec
+from sottovoce_core.errors import CheckFailed, DataError, SpecError, require
+from sottovoce_core.noise.mechanisms import largest_said
+from sottovoce_core.spec import parse_spec
 from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts, worded_by_us
 
 OVERFLOW = """

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_rpc import metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 from sottovoce_rpc import server
 from sottovoce_rpc.server import page
 

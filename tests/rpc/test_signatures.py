@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
+from sottovoce_core.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
 from sottovoce_rpc import credentials
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest, is_signature, sign

@@ -7,8 +7,8 @@ import json
 import pytest
 import structlog.testing
 
-from sottovoce.errors import SpecError
-from sottovoce.spec_versions import FIELD, FORMAT
+from sottovoce_core.errors import SpecError
+from sottovoce_core.spec_versions import FIELD, FORMAT
 from sottovoce_rpc.server import MAX_MESSAGE
 from sottovoce_rpc.specs import check_size, run_named, spec_from_wire, spec_to_wire
 from tests.examples import small_spec

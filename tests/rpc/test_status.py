@@ -16,8 +16,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from sottovoce import errors
-from sottovoce.errors import SottovoceError
+from sottovoce_core import errors
+from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import Ending, answering, as_error
 from sottovoce_wire.v1 import errors_pb2

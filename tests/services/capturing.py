@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
+from sottovoce_core.algorithms.interface import Message
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.records import CaptureFile

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sottovoce.errors import Rule
 from sottovoce_coordinator import captures
+from sottovoce_core.errors import Rule
 from sottovoce_learner import following, mirror, progress
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.inbox import Hearing

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce.data import PlacedData
-from sottovoce.running.policy import Policy
-from sottovoce.spec import ClockSpec, RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.data import PlacedData
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import ClockSpec, RunSpec
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers.in_process import Nearby

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.spec import RunSpec
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2

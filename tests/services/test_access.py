@@ -13,12 +13,12 @@ import structlog.testing
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from sottovoce.errors import Unavailable
-from sottovoce.running.policy import Policy
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.errors import Unavailable
+from sottovoce_core.running.policy import Policy
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner.config import LearnerConfig

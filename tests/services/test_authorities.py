@@ -14,10 +14,10 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from sottovoce.errors import NotReady
 from sottovoce_client import doctor
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.errors import NotReady
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED, certificates_in
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role

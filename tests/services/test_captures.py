@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import CaptureError, EquivocationError, SpecError
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
 from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, sent_in

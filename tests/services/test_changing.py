@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData
-from sottovoce.errors import CaptureError
-from sottovoce.network.network import Digests
-from sottovoce.network.weights import Mixing
-from sottovoce.running.replay import replay
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator import runs
 from sottovoce_coordinator.runs import RunBook
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.network.network import Digests
+from sottovoce_core.network.weights import Mixing
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.session import Session

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.running.policy import Policy
-from sottovoce.running.run import build_run
 from sottovoce_client.running.feeder import feed
+from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.running.run import build_run
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.directives import Assignment, Confirmed, Directive, Epoch, Grant, Issued, Neighbour, Stop

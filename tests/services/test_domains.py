@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import ValidationError
 from rich.console import Console
 
-from sottovoce.errors import NotReady, StrangerError, Unavailable
-from sottovoce.running.policy import Policy
-from sottovoce.spec import RunSpec
 from sottovoce_client.pki import _list_of
 from sottovoce_client.transcripts.verify import verify
+from sottovoce_core.errors import NotReady, StrangerError, Unavailable
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_learner import session
 from sottovoce_learner.peers.connection import _hello, _require_itself

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import parse_spec
+from sottovoce_core.algorithms import ALGORITHMS
+from sottovoce_core.noise import Recorder, SeededNoise
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import open_capture
 from tests.examples import made_up
 from tests.services.network import network

@@ -19,18 +19,18 @@ import structlog.testing
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import NotReady, SpecError, Unavailable
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec
-from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import batch_of, feed
 from sottovoce_client.running.operate import Interrupted, run_on
 from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.spec_versions import FIELD, FORMAT
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection

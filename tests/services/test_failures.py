@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import structlog.testing
 
-from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.arrays import Batch
-from sottovoce.errors import BudgetExhausted, DataError
-from sottovoce.noise import Noise
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.setting import Caveat, Setting
+from sottovoce_core.arrays import Batch
+from sottovoce_core.errors import BudgetExhausted, DataError
+from sottovoce_core.noise import Noise
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
 from tests.gossip import Gossip, GossipSpec, State

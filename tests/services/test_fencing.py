@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sottovoce.errors import DataError, NotReady, StrangerError
+from sottovoce_core.errors import DataError, NotReady, StrangerError
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner

@@ -27,11 +27,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_client.auditing import foreign as auditing
 from sottovoce_client.auditing.foreign import audit_foreign, load_noise
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunIs, load_decoder, read_runs
 from sottovoce_client.cli import app
+from sottovoce_core.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper import relay as forwarding
 from sottovoce_eavesdropper.lookout import Row

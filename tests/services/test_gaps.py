@@ -21,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import Unavailable
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.console import run_console
 from sottovoce_client.running.evaluate import gaps_in
 from sottovoce_client.running.known import show_run
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_coordinator import captures
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import Unavailable
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row
 from sottovoce_eavesdropper.parts import read_part

@@ -16,10 +16,10 @@ import grpc
 import pytest
 from cryptography import x509
 
-from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce_client import pki
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_rpc import access, credentials

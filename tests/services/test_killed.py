@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce.running.placement import unplaced
-from sottovoce.spec import RunSpec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.running.placement import unplaced
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.storage.state_folder import Files

@@ -10,14 +10,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.participation import NONE, USED, on_time
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.running.participation import NONE, USED, on_time
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sottovoce.data import LearnerData
-from sottovoce.running.policy import Policy
-from sottovoce.spec import MOST_ABSENCES
 from sottovoce_client.running.feeder import batch_of, rounds_of_batch
 from sottovoce_coordinator import joining
 from sottovoce_coordinator.joining import Member, displacement
 from sottovoce_coordinator.starting import MOST_EDGES
 from sottovoce_coordinator.store import Claim
+from sottovoce_core.data import LearnerData
+from sottovoce_core.running.policy import Policy
+from sottovoce_core.spec import MOST_ABSENCES
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.relay import Relay

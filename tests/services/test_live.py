@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.spec import RunSpec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.running.run import build_run
 from sottovoce_client.running.operate import run_on
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.running.run import build_run
 from sottovoce_eavesdropper.lookout import Lookout, Row, first_heard
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.recording import resumed

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce.errors import NotReady
-from sottovoce.spec import RunSpec
 from sottovoce_client.running import feeder
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.service import Coordinator
+from sottovoce_core.errors import NotReady
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import following
 from sottovoce_learner.session import Session

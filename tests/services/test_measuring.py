@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.data import PlacedData
-from sottovoce.running.run import build_run
-from sottovoce.spec import parse_spec
 from sottovoce_client.reports.run_report import run_page, verdict_of
 from sottovoce_client.running.evaluate import CURVE, summarise
+from sottovoce_core.data import PlacedData
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import parse_spec
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 

@@ -14,14 +14,14 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import batch_of
 from sottovoce_coordinator.courses import PastRun
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
 from sottovoce_coordinator.runs import Overhearing
 from sottovoce_coordinator.store import KeptRun
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
 from sottovoce_learner.service import measured

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.spec import RunSpec
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import recording
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import mirror as mirroring

@@ -14,8 +14,8 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.peers.connection import _hello
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus

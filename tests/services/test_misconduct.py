@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import Rule
-from sottovoce.noise import RecordedNoise
-from sottovoce.running.replay import Replay
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.runs import RunBook
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import Rule
+from sottovoce_core.noise import RecordedNoise
+from sottovoce_core.running.replay import Replay
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session

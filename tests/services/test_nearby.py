@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce.errors import NotReady, Unavailable
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
+from sottovoce_core.errors import NotReady, Unavailable
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers import connection

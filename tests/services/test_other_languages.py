@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_rpc.learner_status import LearnerState
 from tests.services.network import PATIENCE_S, Network, network
 

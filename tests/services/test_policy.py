@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.errors import SpecError, Unavailable
-from sottovoce.privacy.guarantee import Event
-from sottovoce.running.policy import Guarantees, Policy
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.privacy.guarantee import Event
+from sottovoce_core.running.policy import Guarantees, Policy
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.config import LearnerConfig

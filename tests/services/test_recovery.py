@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel

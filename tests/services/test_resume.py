@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce.errors import SpecError
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator
+from sottovoce_core.errors import SpecError
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_learner.storage.store import RunLog

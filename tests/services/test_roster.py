@@ -13,15 +13,6 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce.errors import CaptureError, Unavailable
-from sottovoce.network.roster import Absence
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.participation import require_amendment
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec
 from sottovoce_client.running import operate
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.feeder import feed
@@ -32,6 +23,15 @@ from sottovoce_coordinator.conducting import RESTING, Amender
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
+from sottovoce_core.errors import CaptureError, Unavailable
+from sottovoce_core.network.roster import Absence
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.running.participation import require_amendment
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData, load_dataset
-from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.running.placement import place
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec
 from sottovoce_client.running import feeder as feeders
 from sottovoce_client.running.feeder import batch_of
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.runs import RunBook
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import PlacedData, load_dataset
+from sottovoce_core.noise import Recorder, SeededNoise
+from sottovoce_core.running.placement import place
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from sottovoce.errors import CaptureError
-from sottovoce.experiment import Prepared, prepare
 from sottovoce_client.running.feeder import feed
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.experiment import Prepared, prepare
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.reading import Capture, find_captures, open_capture
 from sottovoce_eavesdropper.records import part_name, part_number

@@ -13,10 +13,10 @@ import grpc
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData
-from sottovoce.spec import RunSpec
 from sottovoce_coordinator import courses
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel

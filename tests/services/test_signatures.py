@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import CaptureError, NotReady, Rule
-from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, read, verify
+from sottovoce_core.errors import CaptureError, NotReady, Rule
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile

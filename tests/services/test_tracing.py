@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from sottovoce.errors import SpecError
+from sottovoce_core.errors import SpecError
 from sottovoce_learner.tracing import STEPS, Tracing, trace_id
 from tests.examples import made_up, small_spec
 from tests.services.network import Network, network

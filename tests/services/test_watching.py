@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.online.watch import Watch
-from sottovoce.running.run import build_run
-from sottovoce.running.transcript import KEPT, Assembly
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.auditing.online.watch import Watch
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.transcript import KEPT, Assembly
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture

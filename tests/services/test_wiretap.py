@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sottovoce.errors import CaptureError, StrangerError, Unavailable
-from sottovoce.running.policy import Policy
 from sottovoce_client.running.evaluate import not_captured
 from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read
+from sottovoce_core.errors import CaptureError, StrangerError, Unavailable
+from sottovoce_core.running.policy import Policy
 from sottovoce_eavesdropper import records, wiretap
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile

@@ -16,19 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.audit import Audit, Coins, audit_simulated
-from sottovoce.auditing.blackbox import VIEWS
-from sottovoce.auditing.bounds import Bound, Family, runs_needed
-from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.swaps import as_placed, mirrored
-from sottovoce.auditing.verdict import Findings, Verdict, decide
-from sottovoce.auditing.worlds import Worlds, chosen
-from sottovoce.data.encoding import Encoder
-from sottovoce.data.spec import Schema
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client import terminal
 from sottovoce_client.auditing.report import COINS, about, audit_file, audit_page
 from sottovoce_client.backends import Mapper, counted
@@ -36,6 +23,19 @@ from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.terminal import Say
 from sottovoce_client.wording import NOTHING, chance, duration, number
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.audit import Audit, Coins, audit_simulated
+from sottovoce_core.auditing.blackbox import VIEWS
+from sottovoce_core.auditing.bounds import Bound, Family, runs_needed
+from sottovoce_core.auditing.plan import AuditPlan, plan_audit
+from sottovoce_core.auditing.swaps import as_placed, mirrored
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide
+from sottovoce_core.auditing.worlds import Worlds, chosen
+from sottovoce_core.data.encoding import Encoder
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.privacy.guarantee import ThreatModel
 
 _COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 _NARROW = 80

@@ -9,15 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from sottovoce.auditing.audit import Audit, Examined, conclude, examine, few, gathered
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.views import CHANNEL, HEAD, PACE, Conversation, Features, Layout, Overheard, digest, features_of
-from sottovoce.auditing.worlds import Recording, at_a_time
-from sottovoce.errors import CaptureError, DataError, RemoteProtocolError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.started import (
     TAKEN,
@@ -44,6 +35,25 @@ from sottovoce_client.terminal import Say
 from sottovoce_client.transcripts.provenance import Provenance, noise_of, provenance
 from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
+from sottovoce_core.auditing.audit import Audit, Examined, conclude, examine, few, gathered
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.views import (
+    CHANNEL,
+    HEAD,
+    PACE,
+    Conversation,
+    Features,
+    Layout,
+    Overheard,
+    digest,
+    features_of,
+)
+from sottovoce_core.auditing.worlds import Recording, at_a_time
+from sottovoce_core.errors import CaptureError, DataError, RemoteProtocolError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import read_hello

@@ -14,16 +14,6 @@ from typing import Any, TypeGuard
 import numpy as np
 from rich.console import Console
 
-from sottovoce.auditing.blackbox import level, tested
-from sottovoce.auditing.bounds import epsilon_lower_bound
-from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.auditing.foreign.noise import Centre, NoiseClaim
-from sottovoce.auditing.foreign.power import Power
-from sottovoce.auditing.views import Decoded
-from sottovoce.errors import SpecError
-from sottovoce.privacy.guarantee import WEAK_EPSILON
-from sottovoce.registry import load
-from sottovoce.yaml_files import document_of, fields_of, text_of
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict, tests_row
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, Reading, load_decoder, read_runs
@@ -34,6 +24,16 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import BLUE, GREEN, PINK, Axis, View, line, rule, upright
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, at_best_line, count, number, plural
+from sottovoce_core.auditing.blackbox import level, tested
+from sottovoce_core.auditing.bounds import epsilon_lower_bound
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.foreign.noise import Centre, NoiseClaim
+from sottovoce_core.auditing.foreign.power import Power
+from sottovoce_core.auditing.views import Decoded
+from sottovoce_core.errors import SpecError
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON
+from sottovoce_core.registry import load
+from sottovoce_core.yaml_files import document_of, fields_of, text_of
 
 # ---- noise file ------------------------------------------------------------------------------------------------------
 

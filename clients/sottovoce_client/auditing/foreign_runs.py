@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sottovoce.auditing.views import HEAD, Conversation, Decoded, Overheard, digest, numbers
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.registry import load
 from sottovoce_client.auditing.captures import told
+from sottovoce_core.auditing.views import HEAD, Conversation, Decoded, Overheard, digest, numbers
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.registry import load
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 

@@ -18,15 +18,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sottovoce.arrays import IntArray
-from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.bounds import Bound
-from sottovoce.auditing.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.swaps import others
-from sottovoce.auditing.views import Conversation
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.experiment import Prepared
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import Auditor, AuditRequest, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_heard
@@ -50,6 +41,15 @@ from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, TOLD, Interrupted, run_on
 from sottovoce_client.terminal import Say
 from sottovoce_client.wording import at_best_line, ciphertext_line, count, plural
+from sottovoce_core.arrays import IntArray
+from sottovoce_core.auditing.audit import Audit
+from sottovoce_core.auditing.bounds import Bound
+from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.swaps import others
+from sottovoce_core.auditing.views import Conversation
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.experiment import Prepared
 from sottovoce_eavesdropper.records import Ciphertext
 from sottovoce_eavesdropper.storage import open_folder
 

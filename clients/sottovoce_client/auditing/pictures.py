@@ -8,9 +8,6 @@ from functools import partial
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.audit import Audit, LearnerLoss
-from sottovoce.auditing.worlds import Twins
 from sottovoce_client.auditing.plots import WORLDS
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import (
@@ -33,6 +30,9 @@ from sottovoce_client.reports.marks import (
 )
 from sottovoce_client.reports.page import Column, PageTable
 from sottovoce_client.wording import number, share
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.audit import Audit, LearnerLoss
+from sottovoce_core.auditing.worlds import Twins
 
 _ZOOMED = 8
 """Rounds after the swap that the close view shows."""

@@ -7,10 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
-from sottovoce.auditing.likelihood import Ratios, RoundBounds
-from sottovoce.auditing.online.sequential import EpsilonBound
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import (
     AREA,
@@ -36,6 +32,10 @@ from sottovoce_client.reports.marks import (
     upright,
 )
 from sottovoce_client.wording import number
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Bound, epsilon_lower_bound
+from sottovoce_core.auditing.likelihood import Ratios, RoundBounds
+from sottovoce_core.auditing.online.sequential import EpsilonBound
 
 WORLDS = (("first world", BLUE), ("second world", RED))
 SHOWN_CLAIM = 1.6

@@ -12,12 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.audit import Audit, Coins
-from sottovoce.auditing.bounds import Bound, Test, ceiling
-from sottovoce.auditing.verdict import Findings, decide
-from sottovoce.auditing.worlds import Twins
-from sottovoce.privacy.guarantee import WEAK_EPSILON
-from sottovoce.spec import dump_spec
 from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.worlds import digest
@@ -25,6 +19,12 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, chance, number
+from sottovoce_core.auditing.audit import Audit, Coins
+from sottovoce_core.auditing.bounds import Bound, Test, ceiling
+from sottovoce_core.auditing.verdict import Findings, decide
+from sottovoce_core.auditing.worlds import Twins
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON
+from sottovoce_core.spec import dump_spec
 
 # ---- audit.json ------------------------------------------------------------------------------------------------------
 

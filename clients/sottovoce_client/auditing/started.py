@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.audit import Coins
-from sottovoce.auditing.channel_tests import WHOLE, Starts
-from sottovoce.auditing.likelihood import Ratios, ratios
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.worlds import Recording
-from sottovoce.errors import CaptureError, EquivocationError, SpecError
-from sottovoce.running.run import Run
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import RunSpec, parse_spec, read_document
 from sottovoce_client.auditing.worlds import Entry, as_audited
 from sottovoce_client.transcripts.provenance import seeded_noise
 from sottovoce_client.wording import plural
+from sottovoce_core.auditing.audit import Coins
+from sottovoce_core.auditing.channel_tests import WHOLE, Starts
+from sottovoce_core.auditing.likelihood import Ratios, ratios
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.worlds import Recording
+from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import RunSpec, parse_spec, read_document
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 

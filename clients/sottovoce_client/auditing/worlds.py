@@ -26,15 +26,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.arrays import IntArray
-from sottovoce.auditing.audit import Coins
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.worlds import Worlds
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CaptureError, DataError, SottovoceError
-from sottovoce.experiment import Prepared
-from sottovoce.spec import RunSpec
 from sottovoce_client.documents import private
+from sottovoce_core.arrays import IntArray
+from sottovoce_core.auditing.audit import Coins
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.worlds import Worlds
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CaptureError, DataError, SottovoceError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 

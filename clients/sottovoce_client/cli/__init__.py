@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.optional import get_extra
-from sottovoce.text import plain_lines
 from sottovoce_client.cli.app import INTERRUPTED, app
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.optional import get_extra
+from sottovoce_core.text import plain_lines
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.common_options import (
     DEFAULT_COORDINATOR,
@@ -31,9 +29,11 @@ from sottovoce_client.cli.common_options import (
     using,
 )
 from sottovoce_client.command_words import command_words
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.text import plain
 
 if TYPE_CHECKING:
-    from sottovoce.spec import RunSpec
+    from sottovoce_core.spec import RunSpec
 
 
 _made: list[Path] = []
@@ -173,7 +173,7 @@ def installed_version() -> str:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from sottovoce.spec_versions import FORMAT
+        from sottovoce_core.spec_versions import FORMAT
         from sottovoce_eavesdropper import FORMAT as CAPTURES
 
         print(f"sottovoce {installed_version()}")
@@ -440,8 +440,8 @@ def prepared_from(spec: RunSpec, *, live: bool = False, learned: bool = True) ->
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
-    from sottovoce.data.known import data_folders
-    from sottovoce.experiment import prepare
+    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.experiment import prepare
 
     return prepare(spec, folders=data_folders(), live=live, learned=learned)
 
@@ -469,7 +469,7 @@ def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizo
     Raises:
         SottovoceError: as `prepared_from`; or something was asked for that the data say.
     """
-    from sottovoce.experiment import foresee
+    from sottovoce_core.experiment import foresee
 
     if spec.data.live or rounds is not None or records is not None:
         return foresee(spec, rounds, 1.0 if records is None else records, horizon)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sottovoce.errors import SpecError
-from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
@@ -27,11 +25,13 @@ from sottovoce_client.cli.app import (
     results_of,
 )
 from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import plain
 
 if TYPE_CHECKING:
-    from sottovoce.experiment import Prepared
-    from sottovoce.spec import RunSpec
     from sottovoce_client.auditing.audit import Auditor, AuditRequest
+    from sottovoce_core.experiment import Prepared
+    from sottovoce_core.spec import RunSpec
 
 
 _WRITES = ("audit.json", "audit.html")
@@ -122,11 +122,11 @@ def audit(
 
     Writes audit.json and audit.html (of a wiretap: audit.json). Exits with 1 if the promise is refuted.
     """
-    from sottovoce.spec import load_spec
+    from sottovoce_core.spec import load_spec
 
     _require_heeded(captures, runs, on, backend, record, replacement, threat, neighbour)
-    from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import AuditRequest
+    from sottovoce_core.privacy.guarantee import ThreatModel
 
     asked = AuditRequest(
         learner=learner,

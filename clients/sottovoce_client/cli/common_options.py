@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from sottovoce.errors import SpecError
-from sottovoce.text import plain
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import plain
 
 if TYPE_CHECKING:
     from sottovoce_rpc.credentials import Credentials
@@ -239,7 +239,7 @@ def _config_folder() -> Path:
 
 
 def _defaults(path: Path, what: str, known: set[str]) -> dict[str, Any]:
-    from sottovoce.yaml_files import document_of, text_of
+    from sottovoce_core.yaml_files import document_of, text_of
 
     text = text_of(path, what)
     if not any(line and not line.startswith("#") for line in map(str.strip, text.splitlines())):

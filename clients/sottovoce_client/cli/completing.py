@@ -19,7 +19,7 @@ DATA_SETS = (
     "covtype",
     "electricity",
 )
-"""Names of `sottovoce.data.known`, which NumPy comes with."""
+"""Names of `sottovoce_core.data.known`, which NumPy comes with."""
 
 
 def spec_files(incomplete: str) -> list[str]:

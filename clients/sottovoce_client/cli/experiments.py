@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST,
     MOST_JOBS,
@@ -19,6 +18,7 @@ from sottovoce_client.cli.app import (
     folder_for,
     results_of,
 )
+from sottovoce_core.errors import SpecError
 
 
 @app.command(rich_help_panel="Runs")
@@ -46,12 +46,12 @@ def sweep(
 
     Writes sweep.parquet.
     """
-    from sottovoce.experiment import load
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import write_table
     from sottovoce_client.running.sweep import sweep_saying
+    from sottovoce_core.experiment import load
 
     asked, listed = formats(export), list(map(values_of, changes))
     wanted = dict(listed)
@@ -85,7 +85,7 @@ def values_of(text: str) -> tuple[str, list[Any]]:
     Raises:
         SpecError: not so.
     """
-    from sottovoce.yaml_files import document_of
+    from sottovoce_core.yaml_files import document_of
 
     field, equals, values = text.partition("=")
     try:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import (
     MOST_SECONDS,
     address,
@@ -18,6 +17,7 @@ from sottovoce_client.cli.app import (
     real,
 )
 from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_core.errors import SpecError
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.broker import Feed, Source

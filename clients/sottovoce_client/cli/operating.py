@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import address, app, runs_app
 from sottovoce_client.cli.common_options import DEFAULT_COORDINATOR, NETWORK, OPERATOR, common
+from sottovoce_core.errors import SpecError
 
 RunId = Annotated[
     str, typer.Argument(metavar="RUN", help="As `runs show` lists it, or its beginning.", show_default=False)

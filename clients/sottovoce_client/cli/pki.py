@@ -8,8 +8,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from sottovoce.errors import NotReady, SottovoceError, SpecError
 from sottovoce_client.cli.app import pki_app
+from sottovoce_core.errors import NotReady, SottovoceError, SpecError
 
 AuthorityFolder = Annotated[
     Path, typer.Option("--authority", envvar="SOTTOVOCE_AUTHORITY", help="Folder of the authority; its key is in it.")

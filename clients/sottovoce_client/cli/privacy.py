@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
@@ -21,6 +20,7 @@ from sottovoce_client.cli.app import (
     real,
 )
 from sottovoce_client.cli.common_options import common
+from sottovoce_core.errors import SpecError
 
 
 @app.command(rich_help_panel="Privacy", uses=("as_json", "allow_imports"))
@@ -111,8 +111,8 @@ def policy(
 
     With SPEC, exits with 1 if the learner would not take part.
     """
-    from sottovoce.running.policy import load_policy
     from sottovoce_client.privacy.policy import check_policy, show_policy
+    from sottovoce_core.running.policy import load_policy
 
     if spec is None:
         if learner is not None or features is not None:
@@ -121,9 +121,9 @@ def policy(
         return
     if learner is None:
         raise SpecError("a run is checked for one of its learners: name it with --learner")
-    from sottovoce.running.run import build_run
-    from sottovoce.spec import load_spec
     from sottovoce_client.privacy.budget import learner_index
+    from sottovoce_core.running.run import build_run
+    from sottovoce_core.spec import load_spec
 
     allowed, asked = load_policy(policy), load_spec(spec)
     index = learner_index(asked, learner)
@@ -254,7 +254,7 @@ def budget(
 
     Example: sottovoce budget wards.yaml --target 2 --target north=1 --out careful.yaml
     """
-    from sottovoce.spec import load_spec
+    from sottovoce_core.spec import load_spec
 
     shown: dict[str, object] = {"--delta": delta, "--learner": learner, "--group-size": group, "--uses": uses or None}
     live: dict[str, object] = {"--rounds": rounds, "--records": records}
@@ -299,9 +299,9 @@ def _require_absent(work: str, options: Mapping[str, object], needed: str = "") 
 
 def _trade(spec: Path, epsilons: tuple[float, ...], out: Path | None, **given: Any) -> int:
     """Find the best privacy level; return the exit code."""
-    from sottovoce.budget.tradeoff import Utility
-    from sottovoce.spec import load_spec
     from sottovoce_client.privacy.tradeoff import Trade, tradeoff
+    from sottovoce_core.budget.tradeoff import Utility
+    from sottovoce_core.spec import load_spec
 
     if weights := given.pop("weights", None):
         given["utility"] = Utility(*weights)

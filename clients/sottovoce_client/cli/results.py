@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli.app import MOST, app, models_app, transcript_app
 from sottovoce_client.cli.common_options import NETWORK, common
+from sottovoce_core.errors import SpecError
 
 LearnerName = Annotated[
     str, typer.Option("--learner", help="Of the learner, which it must have.", show_default="whoever is there")
@@ -47,12 +47,12 @@ def predict(
 
     Example: sottovoce predict 127.0.0.1:7401 new.csv --spec wards.yaml --out said.csv
     """
-    from sottovoce.spec import load_spec
     from sottovoce_client.documents import require_new
     from sottovoce_client.live.sending import At
     from sottovoce_client.models import inputs, predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
+    from sottovoce_core.spec import load_spec
 
     inputs.require_file(file)  # before anybody is asked
     predicting.require_writable(out)
@@ -111,11 +111,11 @@ def export(
 
     Example: sottovoce models export 127.0.0.1:7401 --spec wards.yaml --out north.npz
     """
-    from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.documents import require_new
     from sottovoce_client.live.sending import At
     from sottovoce_client.models import exporting
+    from sottovoce_core.spec import load_spec
 
     exporting.require_writable(out)
     require_new(out)

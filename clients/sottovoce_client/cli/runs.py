@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sottovoce.errors import SpecError
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import (
     MOST,
@@ -26,9 +25,10 @@ from sottovoce_client.cli.app import (
     results_of,
 )
 from sottovoce_client.cli.common_options import OPERATOR, common
+from sottovoce_core.errors import SpecError
 
 if TYPE_CHECKING:
-    from sottovoce.spec import RunSpec
+    from sottovoce_core.spec import RunSpec
 
 _RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
 """What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
@@ -61,9 +61,9 @@ def demo(
     Learners run private push-sum dual averaging (dpps) on a ring; every edge passes through the eavesdropper, and every record is
     used once, one a round with --data. Ends with a summary and an HTML report.
     """
-    from sottovoce.spec import parse_spec
-    from sottovoce.yaml_files import parse_yaml
     from sottovoce_client import terminal
+    from sottovoce_core.spec import parse_spec
+    from sottovoce_core.yaml_files import parse_yaml
 
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
@@ -93,10 +93,10 @@ def up(
     keep_log: KeepLog = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
-    from sottovoce.spec import load_spec
+    from sottovoce_core.spec import load_spec
 
     if recorded_noise is not None:  # before services are started, each of which reads it
-        from sottovoce.running.transcript import read_noise
+        from sottovoce_core.running.transcript import read_noise
 
         read_noise(recorded_noise)
     services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
@@ -127,9 +127,9 @@ def run(
     ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
-    from sottovoce.spec import load_spec
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
+    from sottovoce_core.spec import load_spec
 
     credentials = common().credentials
     if resume and recover:
@@ -184,13 +184,13 @@ def simulate(
 
     How much a large result will take is said before it begins; a file that is not complete yet is called NAME.partial.
     """
-    from sottovoce.experiment import load
-    from sottovoce.running.simulator import require_size
-    from sottovoce.spec import dump_spec
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
+    from sottovoce_core.experiment import load
+    from sottovoce_core.running.simulator import require_size
+    from sottovoce_core.spec import dump_spec
 
     experiment, asked = load(spec), formats(export)
     require_size(experiment.run, replicas)
@@ -295,9 +295,9 @@ def _conduct(
     served: bool = False,
 ) -> None:
     """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
-    from sottovoce.experiment import PAUSES
-    from sottovoce.spec import dump_spec
     from sottovoce_client.running.conduct import conduct
+    from sottovoce_core.experiment import PAUSES
+    from sottovoce_core.spec import dump_spec
 
     prepared = Cautious()(prepared_from(spec, live=True))
     for finding in prepared.run.warnings:  # the others are for whoever reads the results

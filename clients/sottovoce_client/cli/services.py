@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli.app import (
     MOST,
     MOST_SECONDS,
@@ -28,6 +27,7 @@ from sottovoce_client.cli.app import (
     results_of,
 )
 from sottovoce_client.cli.common_options import SERVICE, common
+from sottovoce_core.errors import SottovoceError, SpecError
 
 
 @app.command(rich_help_panel="Services", uses=SERVICE)

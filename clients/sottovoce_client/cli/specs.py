@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SpecError
-from sottovoce.text import plain
 from sottovoce_client.cli import completing
 from sottovoce_client.cli.app import MOST, address, app, data_app, prepared_from, spec_app
 from sottovoce_client.cli.common_options import common
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import plain
 
 
 @app.command(rich_help_panel="Runs")
@@ -164,9 +164,9 @@ def _unheard(text: str) -> None:
 @data_app.command("list")
 def list_() -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
-    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
+    from sottovoce_core.data.known import data_folders
 
     show(data_folders(), terminal.console())
 
@@ -208,10 +208,10 @@ def fetch(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
     from rich.text import Text
 
-    from sottovoce.data.known import data_folders, find
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import require_known
     from sottovoce_client.data.fetch import fetch as bring
+    from sottovoce_core.data.known import data_folders, find
 
     told: list[dict[str, Any]] = []
     sources, console = [require_known(name) for name in dict.fromkeys(names)], terminal.console()
@@ -269,8 +269,8 @@ def describe(
     """
     own = schema or (Path(source) if source.endswith((".yaml", ".yml")) else None)
     if own is not None:
-        from sottovoce.spec import load_schema, load_spec
         from sottovoce_client.data import schemas
+        from sottovoce_core.spec import load_schema, load_spec
 
         if label is not None:
             raise SpecError("a schema names its label: --label goes without one")
@@ -279,9 +279,9 @@ def describe(
         raise typer.Exit(0 if fits else 1)
     if spec is not None:
         raise SpecError("--spec is held against a schema: give --schema, too")
-    from sottovoce.data.known import data_folders
     from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import describe as show
+    from sottovoce_core.data.known import data_folders
 
     show(source, data_folders(), terminal.console(), label)
 
@@ -309,8 +309,8 @@ def spec_check(
     Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
     """
     if json_schema:
-        from sottovoce.spec import spec_schema
         from sottovoce_client import terminal
+        from sottovoce_core.spec import spec_schema
 
         if spec is not None or print_:
             raise SpecError("--json-schema is of all specs: it goes with no SPEC, and not with --print")
@@ -322,12 +322,12 @@ def spec_check(
     if print_:
         _print(spec)
         return
-    from sottovoce.data.known import data_folders
-    from sottovoce.running.policy import default_policy_caution
-    from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.data.schemas import graph_lines
     from sottovoce_client.wording import ALONE, plural
+    from sottovoce_core.data.known import data_folders
+    from sottovoce_core.running.policy import default_policy_caution
+    from sottovoce_core.spec import load_spec
 
     prepared = prepared_from(load_spec(spec), live=True)
     warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run)]
@@ -373,8 +373,8 @@ def spec_check(
 
 
 def _print(spec: Path) -> None:
-    from sottovoce.spec import dump_spec, load_spec
     from sottovoce_client import terminal
+    from sottovoce_core.spec import dump_spec, load_spec
 
     asked = load_spec(spec)
     typer.echo(dump_spec(asked), nl=False)
@@ -405,9 +405,9 @@ def spec_values(
     Of all runs that are to be started on one deployment. Where a release has not all learners, it also prints what is to be
     filled in about those elsewhere.
     """
-    from sottovoce.spec import load_spec
     from sottovoce_client import terminal
     from sottovoce_client.chart import as_yaml, chart_values
+    from sottovoce_core.spec import load_spec
 
     values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)
     typer.echo(as_yaml(values), nl=False)

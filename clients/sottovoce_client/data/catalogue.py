@@ -11,17 +11,17 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.dataset import read_source
-from sottovoce.data.encoding import alike
-from sottovoce.data.files import RawTable
-from sottovoce.data.known import KNOWN, VARIABLE, KnownSource, cache_folder, find, nearest
-from sottovoce.data.spec import DataSpec
-from sottovoce.errors import SpecError
-from sottovoce.yaml_files import write_yaml
 from sottovoce_client import terminal
 from sottovoce_client.data.fetch import digest_of
 from sottovoce_client.wording import NOTHING, plural
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.dataset import read_source
+from sottovoce_core.data.encoding import alike
+from sottovoce_core.data.files import RawTable
+from sottovoce_core.data.known import KNOWN, VARIABLE, KnownSource, cache_folder, find, nearest
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import SpecError
+from sottovoce_core.yaml_files import write_yaml
 
 HEADS = ("name", "records", "held out", "features", "classes", "task", "licence", "download", "here")
 _NUMBERS = ("records", "held out", "features", "classes", "download")

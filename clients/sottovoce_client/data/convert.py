@@ -18,9 +18,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.data.known import KnownSource
-from sottovoce.errors import DataError
-from sottovoce.optional import import_extra
+from sottovoce_core.data.known import KnownSource
+from sottovoce_core.errors import DataError
+from sottovoce_core.optional import import_extra
 
 _BROKEN = (EOFError, OSError, zlib.error, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""

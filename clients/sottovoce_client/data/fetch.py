@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.progress import Progress
 
-from sottovoce.data.known import VARIABLE, KnownSource, Original
-from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce.optional import import_extra
 from sottovoce_client.data.convert import convert, gunzip, unzip
 from sottovoce_client.documents import scratch
+from sottovoce_core.data.known import VARIABLE, KnownSource, Original
+from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_core.optional import import_extra
 from sottovoce_rpc.addresses import place_of_url
 
 RETRIES = 2

@@ -15,26 +15,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.algorithms.setting import Caveat
-from sottovoce.arrays import AnyArray
-from sottovoce.data import PlacedData
-from sottovoce.data.cells import normal
-from sottovoce.data.columns import read_cells, require_column, require_names
-from sottovoce.data.dataset import encode_file, read_source, schema_reads
-from sottovoce.data.drafting import Draft, draft
-from sottovoce.data.encoding import Encoded, Encoder, map_labels, texts_of
-from sottovoce.data.fields import Category, Date, Number
-from sottovoce.data.files import RawTable
-from sottovoce.data.spec import Schema
-from sottovoce.errors import DataError
-from sottovoce.losses import Loss
-from sottovoce.losses.linear import Logistic, Ridge, Softmax
-from sottovoce.spec import RunSpec
-from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.data.catalogue import constant_note
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.wording import NOTHING, count, number, plural
+from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.arrays import AnyArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.data.cells import normal
+from sottovoce_core.data.columns import read_cells, require_column, require_names
+from sottovoce_core.data.dataset import encode_file, read_source, schema_reads
+from sottovoce_core.data.drafting import Draft, draft
+from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
+from sottovoce_core.data.fields import Category, Date, Number
+from sottovoce_core.data.files import RawTable
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import DataError
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.yaml_files import parse_yaml
 
 _MOST_WORDS = 12
 """Of a list that is shown."""

@@ -19,10 +19,10 @@ from urllib.parse import unquote
 
 import structlog
 
-from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
-from sottovoce.optional import import_extra
-from sottovoce.registry import load
 from sottovoce_client.feeding.records import Message, Part
+from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_core.optional import import_extra
+from sottovoce_core.registry import load
 from sottovoce_rpc.addresses import place_of, place_of_url
 
 log = structlog.get_logger()

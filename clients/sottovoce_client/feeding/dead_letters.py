@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.records import Message
+from sottovoce_core.errors import DataError, NotReady
 
 Letter = tuple[int, int]
 """A message in this process: its position, and a hash of it, for a position alone does not tell it from another."""

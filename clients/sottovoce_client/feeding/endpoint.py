@@ -20,11 +20,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.progress import Account, Work
 from sottovoce_client.feeding.pump import Target, Terms, unless
 from sottovoce_client.feeding.records import Unfit, json_of
 from sottovoce_client.feeding.sinks import Full, Refused, Sinks, WhenFull
+from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.tasks import Tasks

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce.data.cells import normal
-from sottovoce.errors import DataError, SpecError
-from sottovoce.optional import import_extra
 from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, StandardInput, anything
 from sottovoce_client.feeding.records import Message, Misfit, Part, Unreadable
+from sottovoce_core.data.cells import normal
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.optional import import_extra
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
-from sottovoce.data.cells import normal
-from sottovoce.data.columns import OTHER_WIDTH
-from sottovoce.errors import DataError
-from sottovoce.yaml_files import format_of
 from sottovoce_client.feeding.records import NOT_UTF8, Message, Misfit, Numbered
+from sottovoce_core.data.cells import normal
+from sottovoce_core.data.columns import OTHER_WIDTH
+from sottovoce_core.errors import DataError
+from sottovoce_core.yaml_files import format_of
 
 LONGEST = 1024 * 1024
 """Bytes of a record at most."""

@@ -12,9 +12,9 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
 from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_core.errors import DataError, NotReady
 
 EMPTY = "a message without a value"
 _BATCH, _WAIT_MS, _CALL_S, _LOOK_S = 512, 500, 10.0, 5.0

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Source
 from sottovoce_client.feeding.records import Message, Numbered
+from sottovoce_core.errors import DataError, NotReady
 
 EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0

@@ -16,9 +16,9 @@ import ssl
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source
 from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_core.errors import DataError, SpecError
 
 BUCKET, EMPTY = "sottovoce", "an empty message"
 """Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""

@@ -19,9 +19,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sottovoce.errors import SottovoceError
 from sottovoce_client import terminal
 from sottovoce_client.wording import count, duration, number, plural
+from sottovoce_core.errors import SottovoceError
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
 from sottovoce_rpc.tasks import beside

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
 from sottovoce_client.feeding.progress import Account, Tally, Work
 from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Sifted, Tabular, map_of
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_rpc.tasks import Tasks
 
 T = TypeVar("T")

@@ -9,13 +9,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from sottovoce.arrays import BoolArray
-from sottovoce.data.cells import normal
-from sottovoce.data.encoding import UNDECLARED, Encoded
-from sottovoce.data.files import misfit
-from sottovoce.data.live import LiveRecords
-from sottovoce.data.spec import Schema
-from sottovoce.errors import SpecError
+from sottovoce_core.arrays import BoolArray
+from sottovoce_core.data.cells import normal
+from sottovoce_core.data.encoding import UNDECLARED, Encoded
+from sottovoce_core.data.files import misfit
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import SpecError
 
 NO_POSITION = "its position: not a whole number above the one before it"
 NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"

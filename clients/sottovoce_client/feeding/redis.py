@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
 from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_core.errors import DataError, NotReady
 
 NOT_UTF8, NO_FIELD = "an entry that is not UTF-8", "an entry without the field that holds records"
 _SEQUENCE_BITS, _POSITION_BITS = 20, 63

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, Unavailable
 from sottovoce_client.feeding.broker import Feed, Setting
 from sottovoce_client.feeding.progress import Account, Tally
 from sottovoce_client.feeding.pump import WAITING, Target, Terms, until_over
 from sottovoce_client.feeding.records import NO_POSITION, Sieve, Unfit, whole_number
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_core.errors import DataError, NotReady, SottovoceError, Unavailable
 from sottovoce_rpc.tasks import Tasks
 
 MOST_SOURCES = 64

@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.encoding import Encoded
-from sottovoce.errors import NotReady, SottovoceError, Unavailable
 from sottovoce_client.live.learner import ConnectedLearner, Prediction
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.encoding import Encoded
+from sottovoce_core.errors import NotReady, SottovoceError, Unavailable
 from sottovoce_rpc.learner_status import LearnerStatus
 
 T = TypeVar("T")

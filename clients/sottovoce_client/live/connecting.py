@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 
-from sottovoce.errors import NotReady, SpecError
-from sottovoce.text import plain
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import At, intake
+from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import reach

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.data.encoding import Encoded
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, RunOver, SottovoceError
-from sottovoce.spec import RunSpec
 from sottovoce_client.live.sending import At, Sender, position_of
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.data.encoding import Encoded
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.errors import DataError, RunOver, SottovoceError
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sottovoce.errors import SpecError
-from sottovoce.optional import import_extra
 from sottovoce_client.live.calls import PlainCalls
+from sottovoce_core.errors import SpecError
+from sottovoce_core.optional import import_extra
 
 if TYPE_CHECKING:
     from sottovoce_client.live.river_model import RiverClassifier, RiverRegressor

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import DataError
 from sottovoce_client.live.learner import Prediction
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.errors import DataError
 
 _MOST_DRIFTS = 1_000
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 from river import base
 
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.live.calls import PlainCalls
+from sottovoce_core.errors import DataError, SpecError
 
 
 class _Model:

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import (
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.errors import (
     DataError,
     LimitReached,
     NotReady,
@@ -22,7 +22,7 @@ from sottovoce.errors import (
     SottovoceError,
     Unavailable,
 )
-from sottovoce.text import plain
+from sottovoce_core.text import plain
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials

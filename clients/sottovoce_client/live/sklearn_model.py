@@ -9,9 +9,9 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.metaestimators import available_if
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import DataError, SpecError
 from sottovoce_client.live.calls import PlainCalls
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import DataError, SpecError
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types

@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.fields import NumberLabel
-from sottovoce.data.known import data_folders
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import prepare
-from sottovoce.optional import import_extra
-from sottovoce.running.run import Publication, publication
-from sottovoce.running.transcript import parquet
-from sottovoce.spec import RunSpec, load_spec
 from sottovoce_client.documents import new_file
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.inputs import Inputs
 from sottovoce_client.models.owner import as_owner, require_linear
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data.fields import NumberLabel
+from sottovoce_core.data.known import data_folders
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import prepare
+from sottovoce_core.optional import import_extra
+from sottovoce_core.running.run import Publication, publication
+from sottovoce_core.running.transcript import parquet
+from sottovoce_core.spec import RunSpec, load_spec
 from sottovoce_rpc.specs import plan_hash
 
 FORMAT = "sottovoce-model-1"

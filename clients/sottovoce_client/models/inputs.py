@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce.arrays import AnyArray, FloatArray
-from sottovoce.data.columns import column_features, read_cells
-from sottovoce.data.dataset import load_dataset, read_source, schema_reads
-from sottovoce.data.encoding import Encoder, map_labels, texts_of
-from sottovoce.data.files import READABLE, npz_features
-from sottovoce.data.known import KNOWN
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, SpecError
-from sottovoce.losses import Loss
-from sottovoce.running.placement import Preparation, preparation
-from sottovoce.spec import RunSpec
+from sottovoce_core.arrays import AnyArray, FloatArray
+from sottovoce_core.data.columns import column_features, read_cells
+from sottovoce_core.data.dataset import load_dataset, read_source, schema_reads
+from sottovoce_core.data.encoding import Encoder, map_labels, texts_of
+from sottovoce_core.data.files import READABLE, npz_features
+from sottovoce_core.data.known import KNOWN
+from sottovoce_core.data.live import LiveRecords
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.running.placement import Preparation, preparation
+from sottovoce_core.spec import RunSpec
 
 Label = str | float
 

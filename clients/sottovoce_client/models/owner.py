@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import NotReady, SpecError
-from sottovoce.losses.linear import Softmax
-from sottovoce.losses.loss import MarginLoss
-from sottovoce.running.run import Publication, build_run, publication
-from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.live.sending import At
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_core.losses.linear import Softmax
+from sottovoce_core.losses.loss import MarginLoss
+from sottovoce_core.running.run import Publication, build_run, publication
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.data.known import data_folders
-from sottovoce.errors import SpecError
-from sottovoce.running.run import Publication
-from sottovoce.running.transcript import parquet
-from sottovoce.spec import RunSpec
-from sottovoce.table import Table
-from sottovoce.text import cell_of
 from sottovoce_client.documents import new_file
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.inputs import Inputs
 from sottovoce_client.models.owner import Predictions, as_owner
+from sottovoce_core.data.known import data_folders
+from sottovoce_core.errors import SpecError
+from sottovoce_core.running.run import Publication
+from sottovoce_core.running.transcript import parquet
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.table import Table
+from sottovoce_core.text import cell_of
 
 WRITES = (".csv", ".parquet")
 

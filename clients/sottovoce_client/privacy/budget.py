@@ -12,22 +12,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.budget.composition import (
-    Alike,
-    envelope,
-    epsilon_at,
-    group_loss,
-    learners_loss,
-    message_losses,
-    record_losses,
-)
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.privacy.guarantee import Event, Guarantee
-from sottovoce.running.cautions import BUDGET_ENDS
-from sottovoce.running.run import Run
-from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
@@ -36,6 +20,22 @@ from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, spent_plot
 from sottovoce_client.reports.run_report import grounds
 from sottovoce_client.wording import number, plural
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.budget.composition import (
+    Alike,
+    envelope,
+    epsilon_at,
+    group_loss,
+    learners_loss,
+    message_losses,
+    record_losses,
+)
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.privacy.guarantee import Event, Guarantee
+from sottovoce_core.running.cautions import BUDGET_ENDS
+from sottovoce_core.running.run import Run
+from sottovoce_core.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,18 +9,18 @@ from typing import Any
 
 from rich.console import Console
 
-from sottovoce.algorithms.setting import AlgorithmSpec
-from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.running.cautions import budget_cautions
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, move_paths, read_document
-from sottovoce.yaml_files import write_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number
+from sottovoce_core.algorithms.setting import AlgorithmSpec
+from sottovoce_core.budget.calibration import Calibrated, Per, Target, calibrate
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.running.cautions import budget_cautions
+from sottovoce_core.running.run import build_run
+from sottovoce_core.spec import RunSpec, move_paths, read_document
+from sottovoce_core.yaml_files import write_yaml
 
 
 def calibrate_to(

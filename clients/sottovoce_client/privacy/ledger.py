@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sottovoce.errors import SpecError
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number, plural
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import plain
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.verify import Ledger, moved, repair, verify
 

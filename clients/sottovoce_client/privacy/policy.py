@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.running.policy import DAYS, PRICED, Policy, dump_policy, load_policy
-from sottovoce.running.run import Run, first_round_above
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
+from sottovoce_core.running.policy import DAYS, PRICED, Policy, dump_policy, load_policy
+from sottovoce_core.running.run import Run, first_round_above
 
 
 def show_policy(path: Path | None, console: Console | None = None) -> None:

@@ -10,16 +10,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sottovoce.arrays import as_floats
-from sottovoce.budget.calibration import Target, calibrate
-from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.noise import SeededNoise
-from sottovoce.running.metrics import Metrics
-from sottovoce.running.run import build_run
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure
@@ -27,6 +17,16 @@ from sottovoce_client.reports.marks import BLUE, FAINT, GREEN, PINK, RED, Axis, 
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.terminal import Say, say_nothing
 from sottovoce_client.wording import number, with_error
+from sottovoce_core.arrays import as_floats
+from sottovoce_core.budget.calibration import Target, calibrate
+from sottovoce_core.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.metrics import Metrics
+from sottovoce_core.running.run import build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec
 
 _ERROR = "error"
 """The metric `accuracy`, turned into the share of held-out records that are classified wrongly."""
@@ -38,7 +38,7 @@ class Trade:
 
     Attributes:
         epsilons: levels to simulate at, of the learner that spends most, for one event over the whole run.
-        metric: of `sottovoce.running.metrics` that stands for the loss of accuracy; or `error`.
+        metric: of `sottovoce_core.running.metrics` that stands for the loss of accuracy; or `error`.
         utility: what privacy is worth.
         threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
         ceiling: the largest acceptable level (None: the largest that is simulated).

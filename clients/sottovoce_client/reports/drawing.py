@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import SpecError
-from sottovoce.optional import import_extra
-from sottovoce.table import Table
 from sottovoce_client.documents import until_complete
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, thinned
 from sottovoce_client.reports.page import COLOURS, Column, PageTable, render
 from sottovoce_client.wording import number
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import SpecError
+from sottovoce_core.optional import import_extra
+from sottovoce_core.table import Table
 
 _MOST_ROWS = 12
 """Of the numbers below a plot."""

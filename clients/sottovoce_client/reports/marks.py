@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sottovoce.arrays import FloatArray, IntArray
 from sottovoce_client.reports.page import COLOURS
 from sottovoce_client.wording import number, share
+from sottovoce_core.arrays import FloatArray, IntArray
 
 Values = Sequence[float] | FloatArray | IntArray
 

@@ -17,9 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sottovoce.optional import import_extra
 from sottovoce_client import wording
 from sottovoce_client.documents import Opener, write_text
+from sottovoce_core.optional import import_extra
 
 COLOURS = {
     "blue": ("#0072b2", "#58aee6"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, as_floats
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.marks import (
     AREA,
@@ -34,6 +33,7 @@ from sottovoce_client.reports.marks import (
 from sottovoce_client.reports.page import Column, PageTable
 from sottovoce_client.running.summary import RunSummary
 from sottovoce_client.wording import number, plural, share
+from sottovoce_core.arrays import FloatArray, as_floats
 
 _NAMED = 16
 """So many learners have their names beside them; more show theirs under the pointer."""

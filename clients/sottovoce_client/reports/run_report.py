@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sottovoce.privacy.guarantee import WEAK_EPSILON, overall
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, loud, run_figures
 from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
@@ -26,6 +25,7 @@ from sottovoce_client.wording import (
     size,
     whole_line,
 )
+from sottovoce_core.privacy.guarantee import WEAK_EPSILON, overall
 
 _MOST_NOTICED = 20
 _FEW_LOOKS = 8

@@ -15,18 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from sottovoce.budget.composition import dearest_record, record_losses
-from sottovoce.data.spec import DataSpec
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.experiment import Experiment, Prepared, experiment_of, require_count
-from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
-from sottovoce.running.metrics import Curves, Metrics
-from sottovoce.running.simulator import simulate
-from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce.table import Table
-from sottovoce.text import plain
-from sottovoce.yaml_files import parse_yaml
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.drawing import Figure
@@ -36,6 +24,18 @@ from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.plot import curve_line, figure_of, names_of
 from sottovoce_client.running.simulation import means
 from sottovoce_client.wording import NOTHING, count, number, with_error
+from sottovoce_core.budget.composition import dearest_record, record_losses
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.experiment import Experiment, Prepared, experiment_of, require_count
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.privacy.guarantee import Guarantee, ThreatModel, overall
+from sottovoce_core.running.metrics import Curves, Metrics
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import RunSpec, load_spec, parse_spec
+from sottovoce_core.table import Table
+from sottovoce_core.text import plain
+from sottovoce_core.yaml_files import parse_yaml
 
 HEADS = (
     "spec",
@@ -389,7 +389,7 @@ def compare(
         SpecError: names are not different, records are not the same, or one cannot be run as it is.
         DataError: the data cannot be used.
 
-    >>> from sottovoce.experiment import Experiment
+    >>> from sottovoce_core.experiment import Experiment
     >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
     >>> table = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
     >>> table["spec"].tolist(), bool(table["epsilon_event"][0] < table["epsilon_event"][1])

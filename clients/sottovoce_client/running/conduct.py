@@ -11,13 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sottovoce.algorithms.setting import spread
-from sottovoce.data import PlacedData
-from sottovoce.data.known import data_folders
-from sottovoce.errors import SottovoceError, Unavailable
-from sottovoce.experiment import Prepared, prepare
-from sottovoce.spec import RunSpec, dump_spec
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.reports.run_report import run_page
@@ -37,6 +30,13 @@ from sottovoce_client.running.operate import (
 )
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
+from sottovoce_core.algorithms.setting import spread
+from sottovoce_core.data import PlacedData
+from sottovoce_core.data.known import data_folders
+from sottovoce_core.errors import SottovoceError, Unavailable
+from sottovoce_core.experiment import Prepared, prepare
+from sottovoce_core.spec import RunSpec, dump_spec
+from sottovoce_core.text import plain
 from sottovoce_rpc.logs import IN_THE_LOG
 from sottovoce_rpc.tasks import Tasks
 

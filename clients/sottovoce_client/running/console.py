@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.reports.run_report import PER, exceeds, is_single_use, statements, verdict_of, worst_case
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
@@ -36,6 +35,7 @@ from sottovoce_client.wording import (
     share_range,
     whole_line,
 )
+from sottovoce_core.text import plain
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0

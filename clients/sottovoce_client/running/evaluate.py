@@ -13,25 +13,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.auditing.swaps import most_telling
-from sottovoce.budget.composition import dearest_losses, record_losses
-from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import CaptureError, EquivocationError
-from sottovoce.experiment import Prepared
-from sottovoce.losses.linear import Hinge, Logistic, PassGlm, SmoothedHinge, Softmax, Squared
-from sottovoce.losses.torch import TorchLoss
-from sottovoce.network.network import Network
-from sottovoce.privacy.accountant import guarantee as promised_by
-from sottovoce.running.participation import USED, lateness
-from sottovoce.running.replay import replayed
-from sottovoce.running.run import Run, build_run, publication
-from sottovoce.running.transcript import Transcript
-from sottovoce.spec import dump_spec
-from sottovoce.text import called
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
+from sottovoce_core.arrays import Batch, FloatArray, as_floats
+from sottovoce_core.auditing.swaps import most_telling
+from sottovoce_core.budget.composition import dearest_losses, record_losses
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.errors import CaptureError, EquivocationError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.losses.linear import Hinge, Logistic, PassGlm, SmoothedHinge, Softmax, Squared
+from sottovoce_core.losses.torch import TorchLoss
+from sottovoce_core.network.network import Network
+from sottovoce_core.privacy.accountant import guarantee as promised_by
+from sottovoce_core.running.participation import USED, lateness
+from sottovoce_core.running.replay import replayed
+from sottovoce_core.running.run import Run, build_run, publication
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.spec import dump_spec
+from sottovoce_core.text import called
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerStatus

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from sottovoce.data import LearnerData
-from sottovoce.errors import NotReady, Unavailable
 from sottovoce_client import terminal
+from sottovoce_core.data import LearnerData
+from sottovoce_core.errors import NotReady, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role

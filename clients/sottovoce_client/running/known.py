@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.network.roster import Absence
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.monitoring import RunLine, moment, run_line
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
+from sottovoce_core.network.roster import Absence
+from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines
 from sottovoce_rpc.principals import Role

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sottovoce.errors import SpecError, Unavailable
-from sottovoce.running.policy import Policy, dump_policy
-from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
 from sottovoce_client.wording import plural
+from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.running.policy import Policy, dump_policy
+from sottovoce_core.spec import RunSpec, code_to_import
 from sottovoce_eavesdropper.service import DRAIN_S
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.credentials import Credentials

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from sottovoce.errors import SottovoceError, SpecError
-from sottovoce.network.roster import Absence, Roster, names_of
-from sottovoce.network.topology import Topology
-from sottovoce.registry import ENDLESS
-from sottovoce.text import plain
+from sottovoce_core.errors import SottovoceError, SpecError
+from sottovoce_core.network.roster import Absence, Roster, names_of
+from sottovoce_core.network.topology import Topology
+from sottovoce_core.registry import ENDLESS
+from sottovoce_core.text import plain
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus, misconduct_lines
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2

@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData
-from sottovoce.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
-from sottovoce.network.roster import Absence
-from sottovoce.spec import RunSpec
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.data import PlacedData
+from sottovoce_core.errors import NotReady, SottovoceError, SpecError, StrangerError, Unavailable
+from sottovoce_core.network.roster import Absence
+from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import plain
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus, misconduct_lines

@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce.door import METRICS
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.running.metrics import Curve
-from sottovoce.running.transcript import parquet
-from sottovoce.table import Table
 from sottovoce_client.reports.drawing import FIGURES, Figure, export
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, dots, line, short, styled
 from sottovoce_client.reports.page import Page
 from sottovoce_client.running.sweep import RESULTS
 from sottovoce_client.wording import plural
+from sottovoce_core.arrays import FloatArray, IntArray, as_floats
+from sottovoce_core.door import METRICS
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.running.metrics import Curve
+from sottovoce_core.running.transcript import parquet
+from sottovoce_core.table import Table
 
 _BAND = 2.0
 """Standard errors on either side of the mean of a simulation."""

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sottovoce.door import Simulation, noise_of, simulate
-from sottovoce.errors import SpecError
-from sottovoce.experiment import Experiment
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.metrics import Curves
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import SimulatedRound
-from sottovoce.running.simulator import simulate as rounds_of
-from sottovoce.running.transcript import TranscriptWriter, parquet
-from sottovoce.spec import dump_spec
-from sottovoce.table import Table
 from sottovoce_client import terminal
 from sottovoce_client.documents import until_complete, write_json, write_text
 from sottovoce_client.wording import number, plural, size, with_error
+from sottovoce_core.door import Simulation, noise_of, simulate
+from sottovoce_core.errors import SpecError
+from sottovoce_core.experiment import Experiment
+from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.running.metrics import Curves
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import SimulatedRound
+from sottovoce_core.running.simulator import simulate as rounds_of
+from sottovoce_core.running.transcript import TranscriptWriter, parquet
+from sottovoce_core.spec import dump_spec
+from sottovoce_core.table import Table
 
 _LARGE = 10**8
 """Bytes from which on it is said before they are written how many there will be."""

@@ -14,8 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.errors import NotReady, SottovoceError, StrangerError
-from sottovoce.text import plain
 from sottovoce_client import terminal
 from sottovoce_client.running import known
 from sottovoce_client.running.monitoring import (
@@ -40,6 +38,8 @@ from sottovoce_client.running.monitoring import (
 )
 from sottovoce_client.running.operate import UNFED
 from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
+from sottovoce_core.errors import NotReady, SottovoceError, StrangerError
+from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sottovoce.arrays import FloatArray
-from sottovoce.privacy.guarantee import overall
-from sottovoce.running.participation import Lateness
 from sottovoce_client.documents import write_json
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.privacy.guarantee import overall
+from sottovoce_core.running.participation import Lateness
 
 
 @dataclass(frozen=True, slots=True)

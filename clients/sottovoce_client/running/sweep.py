@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.worlds import Tell, nobody
-from sottovoce.data.known import data_folders
-from sottovoce.door import simulate
-from sottovoce.errors import DataError, SpecError
-from sottovoce.experiment import Experiment, Prepared, experiment_of, prepare, require_count
-from sottovoce.running.simulator import SimulatedRound
-from sottovoce.table import Table
 from sottovoce_client.backends import Backend, Count, counted, mapper_over
 from sottovoce_client.terminal import Say, say_nothing
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.worlds import Tell, nobody
+from sottovoce_core.data.known import data_folders
+from sottovoce_core.door import simulate
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Experiment, Prepared, experiment_of, prepare, require_count
+from sottovoce_core.running.simulator import SimulatedRound
+from sottovoce_core.table import Table
 
 _RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
@@ -93,7 +93,7 @@ def sweep(
         Unavailable: nobody answers where the cluster should be.
         DataError: the data cannot be used.
 
-    >>> from sottovoce.experiment import Experiment
+    >>> from sottovoce_core.experiment import Experiment
     >>> experiment = Experiment(rounds=5, learners=3, algorithm="ldp-dol")
     >>> table = sweep(experiment, {"algorithm.sigma": [1, 2]}, seeds=4, metrics=["average_loss"], jobs=1)
     >>> table.where(metric="average_loss")["algorithm.sigma"]

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce.errors import CaptureError
 from sottovoce_client.transcripts.verify import UNSIGNED, faults, read
 from sottovoce_client.wording import count
+from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_rpc.certificates import AUTHORITIES

@@ -23,14 +23,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.views import digest
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.optional import import_extra
-from sottovoce.running.transcript import COLUMNS, parquet
-from sottovoce.text import cell_of
 from sottovoce_client import terminal
 from sottovoce_client.documents import new_file, require_new, scratch
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.views import digest
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.optional import import_extra
+from sottovoce_core.running.transcript import COLUMNS, parquet
+from sottovoce_core.text import cell_of
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import SpecError
-from sottovoce.text import called
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import called
 from sottovoce_eavesdropper.reading import Capture, rounds_only
 from sottovoce_rpc.codec import RoundCodec
 

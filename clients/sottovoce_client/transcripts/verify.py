@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, StrangerError
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
+from sottovoce_core.errors import CaptureError, NotReady, RemoteProtocolError, StrangerError
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.recording import Participants

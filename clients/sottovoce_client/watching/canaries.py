@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.online.canaries import Canaries, Place, draw
-from sottovoce.errors import CaptureError, SottovoceError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.text import called
 from sottovoce_client import terminal
 from sottovoce_client.documents import private
 from sottovoce_client.wording import number
+from sottovoce_core.auditing.online.canaries import Canaries, Place, draw
+from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.text import called
 
 _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
 

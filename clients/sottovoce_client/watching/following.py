@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 from ruamel.yaml.error import YAMLError
 
-from sottovoce.auditing.online.keys import SIZE, Keys
-from sottovoce.errors import CaptureError
-from sottovoce.yaml_files import parse_yaml
 from sottovoce_client.documents import private, scratch
+from sottovoce_core.auditing.online.keys import SIZE, Keys
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -14,13 +14,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.auditing.online.canaries import CanaryTest
-from sottovoce.auditing.online.watch import Alarm, Watch
-from sottovoce.errors import Unavailable
-from sottovoce.optional import import_extra
 from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
 from sottovoce_client.wording import count, number, plural
+from sottovoce_core.auditing.online.canaries import CanaryTest
+from sottovoce_core.auditing.online.watch import Alarm, Watch
+from sottovoce_core.errors import Unavailable
+from sottovoce_core.optional import import_extra
 from sottovoce_rpc.addresses import place_of
 
 _BAR = 12

@@ -12,14 +12,6 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.auditing.online.canaries import CanaryTest
-from sottovoce.auditing.online.watch import Alarm, Watch
-from sottovoce.errors import CaptureError, SpecError
-from sottovoce.experiment import Prepared
-from sottovoce.running.run import Run, build_run
-from sottovoce.running.transcript import KEPT, Assembly
-from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.auditing.started import TAKEN, require_promised
 from sottovoce_client.privacy.budget import learner_index
@@ -28,6 +20,14 @@ from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_client.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper, load_keys, save_keys
 from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View, document, print_end, view
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.auditing.online.canaries import CanaryTest
+from sottovoce_core.auditing.online.watch import Alarm, Watch
+from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.experiment import Prepared
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.transcript import KEPT, Assembly
+from sottovoce_core.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.codec import RoundCodec

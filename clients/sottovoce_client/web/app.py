@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs
 
-from sottovoce.errors import SpecError, Unavailable
-from sottovoce.optional import import_extra
 from sottovoce_client.web.files import Files
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.services import Asked
+from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.optional import import_extra
 from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
 from sottovoce_rpc.server import serve_until_stopped
 from sottovoce_rpc.tasks import Tasks

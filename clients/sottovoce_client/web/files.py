@@ -19,10 +19,10 @@ from typing import Any
 from pydantic_core import from_json
 from ruamel.yaml.error import YAMLError
 
-from sottovoce.errors import SottovoceError
-from sottovoce.text import plain
-from sottovoce.yaml_files import parse_yaml
 from sottovoce_client.running.monitoring import KEPT, CaptureLine, EdgeView, LearnerView, Plan, RunView, plan_from
+from sottovoce_core.errors import SottovoceError
+from sottovoce_core.text import plain
+from sottovoce_core.yaml_files import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)

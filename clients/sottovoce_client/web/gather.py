@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
-import sottovoce
-from sottovoce.errors import NotReady, SottovoceError
-from sottovoce.text import plain
 from sottovoce_client.documents import page_json
 from sottovoce_client.running.monitoring import (
     CaptureLine,
@@ -29,6 +27,8 @@ from sottovoce_client.running.monitoring import (
 )
 from sottovoce_client.web.files import End, Files, ReportLine, Results
 from sottovoce_client.web.services import Asked, Services, WatchView, read_watch
+from sottovoce_core.errors import NotReady, SottovoceError
+from sottovoce_core.text import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Gathering:
         watched = [each for each in self._watched if shown is not None and each.run == shown.name]
         return Page(
             at=time.time(),
-            version=sottovoce.__version__,
+            version=version("sottovoce"),
             run=shown,
             runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
             captures=merged(self._captures, self._results.captures, gone=away),

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce.errors import NotReady, SpecError, Unavailable
-from sottovoce.optional import import_extra
-from sottovoce.text import plain
 from sottovoce_client.running.monitoring import Count, Places, Way
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
+from sottovoce_core.optional import import_extra
+from sottovoce_core.text import plain
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role

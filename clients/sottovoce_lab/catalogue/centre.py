@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Heard, Message
-from sottovoce.arrays import Batch, FloatArray
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.swaps import PILOT
-from sottovoce.auditing.worlds import Share, overhear
-from sottovoce.errors import SpecError
-from sottovoce.noise import Draw, Noise, SeededNoise
-from sottovoce.running.replay import replay
-from sottovoce.running.run import Run
+from sottovoce_core.algorithms.interface import Heard, Message
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.swaps import PILOT
+from sottovoce_core.auditing.worlds import Share, overhear
+from sottovoce_core.errors import SpecError
+from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.running.replay import replay
+from sottovoce_core.running.run import Run
 from sottovoce_lab.breaking import Altered, Change, each_message, each_number, event, rescaled, scaled
 from sottovoce_lab.mutants import (
     Breaks,

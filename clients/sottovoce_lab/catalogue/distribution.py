@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 from numpy.random import Generator
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.noise import Draw
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.noise import Draw
 from sottovoce_lab.breaking import (
     Change,
     each_message,

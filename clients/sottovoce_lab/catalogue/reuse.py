@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from sottovoce.arrays import FloatArray
-from sottovoce.noise import Draw
-from sottovoce.running.run import Run
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.noise import Draw
+from sottovoce_core.running.run import Run
 from sottovoce_lab.breaking import (
     Change,
     Limit,

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 from numpy.random import Generator
 
-from sottovoce.arrays import FloatArray
-from sottovoce.auditing.plan import AuditPlan
-from sottovoce.auditing.worlds import Share
-from sottovoce.noise import GRID_BITS, Draw, on_grid
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.worlds import Share
+from sottovoce_core.noise import GRID_BITS, Draw, on_grid
 from sottovoce_lab.breaking import (
     Change,
     Inside,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from sottovoce.errors import NotReady
+from sottovoce_core.errors import NotReady
 from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.progress import Lifecycle, Room
 from sottovoce_learner.role import Role

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sottovoce.arrays import Batch, FloatArray, IntArray
-from sottovoce.data import check_batch
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError
-from sottovoce.losses.loss import Loss
-from sottovoce.network.roster import Attendance
-from sottovoce.spec import RunSpec
+from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.data import check_batch
+from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError
+from sottovoce_core.losses.loss import Loss
+from sottovoce_core.network.roster import Attendance
+from sottovoce_core.spec import RunSpec
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 

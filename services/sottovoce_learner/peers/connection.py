@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce.running.policy import accepted
-from sottovoce.text import called
+from sottovoce_core.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce_core.running.policy import accepted
+from sottovoce_core.text import called
 from sottovoce_learner.peers.in_process import Nearby, NearStream
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash

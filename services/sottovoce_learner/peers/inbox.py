@@ -16,9 +16,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
-from sottovoce.text import called
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
+from sottovoce_core.text import called
 from sottovoce_learner.peers.signing import Unsigned
 from sottovoce_learner.role import Role
 from sottovoce_rpc import principals

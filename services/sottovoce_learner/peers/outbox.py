@@ -16,7 +16,7 @@ from typing import Protocol
 
 import grpc
 
-from sottovoce.network.roster import Attendance, Roster
+from sottovoce_core.network.roster import Attendance, Roster
 from sottovoce_learner.peers.signing import Own, signature_of, signatures_kept
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import Credentials

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.network import Digests, Network
-from sottovoce.text import called
+from sottovoce_core.errors import RemoteProtocolError
+from sottovoce_core.network.network import Digests, Network
+from sottovoce_core.text import called
 
 _ROUNDING = 1e-9
 """How far an announced weight may be from ours."""

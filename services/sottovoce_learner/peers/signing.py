@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 
-from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule
-from sottovoce.text import called
+from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule
+from sottovoce_core.text import called
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 

@@ -22,11 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sottovoce.errors import DataError
-from sottovoce.network.roster import Roster
-from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_core.errors import DataError
+from sottovoce_core.network.roster import Roster
+from sottovoce_core.privacy.guarantee import Guarantee
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.storage.state_folder import FORMAT, Held, chained, require_format, write_at
 from sottovoce_learner.storage.wal import NOTHING, Grant
 

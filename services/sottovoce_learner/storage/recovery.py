@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import Batch
-from sottovoce.errors import DataError
-from sottovoce.spec import RunSpec
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import Batch
+from sottovoce_core.errors import DataError
+from sottovoce_core.spec import RunSpec
 from sottovoce_learner.ingest.queue import Intake, intake_for
 from sottovoce_learner.memory import ANOTHER, DrawnAgain, Memory
 from sottovoce_learner.storage.snapshot import read_image

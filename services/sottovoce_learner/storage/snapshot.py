@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from sottovoce.errors import DataError
-from sottovoce.running.run import Run
+from sottovoce_core.errors import DataError
+from sottovoce_core.running.run import Run
 from sottovoce_learner.ingest.queue import Taken
 from sottovoce_learner.peers.signing import Vouched
 from sottovoce_learner.storage.state_folder import FORMAT, require_format

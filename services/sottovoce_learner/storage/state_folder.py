@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from sottovoce.errors import DataError, NotReady
+from sottovoce_core.errors import DataError, NotReady
 
 FORMAT = 1
 """Format of all files of a state folder."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import structlog
 
-from sottovoce.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
-from sottovoce.running.participation import require_amendment
+from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
+from sottovoce_core.running.participation import require_amendment
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     NO_RUN,

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from sottovoce.errors import DataError, SpecError
+from sottovoce_core.errors import DataError, SpecError
 from sottovoce_learner.storage.ledger import (
     CLOSED,
     NO_RUN,

@@ -1,0 +1,66 @@
+"""Differentially private decentralized online learning, and an eavesdropper that audits the wire.
+
+A name is imported when it is first used, so that `import sottovoce` loads nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sottovoce_client.deployment import connect as connect
+    from sottovoce_client.live.connecting import connect_learner as connect_learner
+    from sottovoce_client.live.prequential import Prequential as Prequential
+    from sottovoce_client.running.compare import compare as compare
+    from sottovoce_client.running.sweep import sweep as sweep
+    from sottovoce_core.auditing.audit import Audit as Audit
+    from sottovoce_core.data.joining import LabelJoin as LabelJoin
+    from sottovoce_core.door import Simulation as Simulation
+    from sottovoce_core.door import audit as audit
+    from sottovoce_core.door import calibrate as calibrate
+    from sottovoce_core.door import simulate as simulate
+    from sottovoce_core.errors import DataError as DataError
+    from sottovoce_core.errors import SottovoceError as SottovoceError
+    from sottovoce_core.errors import SpecError as SpecError
+    from sottovoce_core.experiment import Experiment as Experiment
+    from sottovoce_core.experiment import load as load
+    from sottovoce_core.privacy.guarantee import Guarantee as Guarantee
+    from sottovoce_core.table import Table as Table
+
+    __version__: str
+
+_MODULES = {
+    "sottovoce_client.deployment": ("connect",),
+    "sottovoce_client.live.connecting": ("connect_learner",),
+    "sottovoce_client.live.prequential": ("Prequential",),
+    "sottovoce_client.running.compare": ("compare",),
+    "sottovoce_client.running.sweep": ("sweep",),
+    "sottovoce_core.auditing.audit": ("Audit",),
+    "sottovoce_core.data.joining": ("LabelJoin",),
+    "sottovoce_core.door": ("Simulation", "audit", "calibrate", "simulate"),
+    "sottovoce_core.errors": ("DataError", "SottovoceError", "SpecError"),
+    "sottovoce_core.experiment": ("Experiment", "load"),
+    "sottovoce_core.privacy.guarantee": ("Guarantee",),
+    "sottovoce_core.table": ("Table",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+if not TYPE_CHECKING:  # with it, every name would be an attribute
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("sottovoce")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'sottovoce' has no attribute {name!r}")
+        found: object = getattr(import_module(_MODULE_OF[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,235 @@
+"""What messages of dual averaging cost (Cheng, Liao & Li 2023, Lemma 1 and Theorem 2, corrected).
+
+Given all earlier messages, replacing the loss of one round moves a learner's clean dual vector on its own block only. Let
+`D_t` bound that change in l2 when message t is said. The message costs at most `sqrt(d_i) D_t / sigma`, and
+
+    D_{t+1} = k (min(2 B, C + G m_t) + r m_t)        if the loss of round t is replaced
+    D_{t+1} = k (min(2 B, G m_t) + r m_t)            if not,    m_t = min(diameter, c_t D_t)
+
+with k the factor in front of a gradient (n, or 1 for decomposable losses), B its bound, C how far the gradients of two losses
+may lie apart at one decision (at most 2 B), G its Lipschitz constant, r the exact ridge, and m_t the change of the decision
+that it is taken at. `noised` primal: the decision is a function of messages, `c_t = 0`, and a replaced loss is charged once.
+`clean` primal: `c_t = alpha_t / w_t`, as the prox step is alpha-Lipschitz.
+
+Which round is the worst one to replace? `D` starts alike after every round, at `k C`, and `D_{t+1}` is nondecreasing in
+`D_t` and in `c_t`. So where `c_t` never grows, it is the first round with records: by induction, s rounds after it `D` is at
+least what it is s rounds after a later one. On push-sum, `w_t` may fall faster than `alpha_t`; then `c_t` grows, and any round
+may be the worst. The guarantee must hold for each, so the meter charges the largest total of all rounds so far, and the loss
+of a message is the increment of that maximum.
+
+This is an upper bound on every graph, static or changing: the recursion bounds what any one round costs, by `c_t` of the
+run's own graph, and a learner holds `w_t` to be at least what that graph gives, whatever neighbours say. Several rounds
+replaced (a record that is used again) are followed together by the same recursion.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.noise.mechanisms import laplace_loss
+from sottovoce_core.privacy.accountant import Accountant, metered, require_part
+from sottovoce_core.privacy.guarantee import Constant, Event, Grounds, Mechanism
+
+Carry = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DualSensitivity:
+    """What moves one learner's messages.
+
+    Attributes:
+        block: d_i, number of coordinates that the learner's gradients enter.
+        factor: k, in front of a gradient.
+        gradient_bound: B, l2, of the gradient's data part on the block.
+        gradient_change: C, l2, between those parts of two losses at one decision.
+        smoothness: G, Lipschitz constant of that part in the decision; infinite: unknown.
+        ridge: r.
+        diameter: l2, of the part of the decision set in which the learner's decisions can differ.
+        carry: from a planned round t to c_t, the Lipschitz constant of its decision in the clean dual vector.
+        grows: whether some c_t is above an earlier one.
+        later: bound on c_t beyond the planned rounds; infinite: unknown.
+    """
+
+    block: int
+    factor: float
+    gradient_bound: float
+    gradient_change: float
+    smoothness: float
+    ridge: float
+    diameter: float
+    carry: Carry
+    grows: bool
+    later: float
+
+    def step(self, t: int, difference: float, replaced: bool) -> float:
+        """`D_{t+1}` from `D_t`."""
+        moved = min(self.diameter, self.carry(t) * difference)
+        change = self.gradient_change if replaced else 0.0
+        data = min(2.0 * self.gradient_bound, change + self.smoothness * moved) if moved else change
+        return self.factor * (data + self.ridge * moved)
+
+
+class DualAveragingAccountant(Accountant):
+    """Running meter of one learner. Of a round's loss, one replaced record is as much as all of them.
+
+    It follows `(D_t, total)` for every round that may turn out the worst one to replace (`_frontier`); where c_t never grows,
+    for the first one with records alone, in O(1) a round. Told what is replaced, it follows that one change.
+
+    Args:
+        sensitivity: what moves the learner's messages.
+        sigma: Laplace scale.
+        mode: of the primal step.
+        paper_round: epsilon of one round by the paper's own formula, which it multiplies by the number of rounds.
+        shared: several learners hold the same losses.
+    """
+
+    mechanism = Mechanism.LAPLACE
+    event = Event.ROUND
+    follows = True
+    any_messages = True
+
+    def __init__(
+        self,
+        sensitivity: DualSensitivity,
+        sigma: float,
+        mode: str = "noised",
+        paper_round: float = math.inf,
+        shared: bool = False,
+    ) -> None:
+        self._of, self._sigma, self._paper_round, self.shared = sensitivity, sigma, paper_round, shared
+        self.dominates = not sensitivity.grows
+        self._t, self._seen = 0, 0
+        self._followed = [(0.0, 0.0)]  # of no round yet
+        proof = "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce_core.algorithms.dual_averaging"
+        self.grounds = Grounds(mode, proof, _constants(sensitivity))
+
+    @property
+    def difference(self) -> float:
+        """The largest `D_t` of the current round: l2."""
+        return max(difference for difference, _ in self._followed)
+
+    def next_loss(self) -> float:
+        """`(sqrt(d_i) D_t + d_i grid) / sigma`, or 0 while nothing can differ; of several rounds, how far the maximum rises."""
+        if len(self._followed) == 1:
+            return self._cost(self._followed[0][0])
+        spent = max(total for _, total in self._followed)
+        if spent == math.inf:
+            return math.inf
+        return max(total + self._cost(difference) for difference, total in self._followed) - spent
+
+    def advance(self, records: int, replaced: int | None = None) -> None:
+        """The round is over; its loss is replaced where `replaced` is not 0."""
+        of, t = self._of, self._t
+        starts = replaced is None and records > 0 and (of.grows or not self._seen)
+        if replaced is not None:
+            require_part(records, replaced)
+        self._followed = [
+            (of.step(t, difference, bool(replaced)), total + self._cost(difference))
+            for difference, total in self._followed
+        ]
+        if starts:
+            self._followed = _frontier([*self._followed, (of.step(t, 0.0, True), 0.0)])
+        self._seen += records
+        self._t += 1
+
+    def _cost(self, difference: float) -> float:
+        """Loss of a message whose clean values differ by so much: l2."""
+        return laplace_loss(math.sqrt(self._of.block) * difference, self._of.block, self._sigma)
+
+    def paper(self, rounds: int) -> FloatArray:
+        return np.arange(1.0, rounds + 1.0) * self._paper_round
+
+    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+        """The planned rounds, and beyond them a geometric series, without lattice, or infinity."""
+        ran = copy.deepcopy(self)
+        planned = float(metered(ran, counts, replaced).sum())
+        return planned + _tail(self._of, self._sigma, ran.difference)
+
+
+class _WithoutLattice(DualAveragingAccountant):
+    """The same without what the lattice costs: in proportion to `1 / sigma`."""
+
+    def _cost(self, difference: float) -> float:
+        return math.sqrt(self._of.block) * difference / self._sigma
+
+
+def sigma_for(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
+    """The noise scale at which one replaced loss costs `epsilon` in total, over all rounds and these learners together.
+
+    Raises:
+        CheckFailed: EPSILON, if the lattice alone costs that much.
+    """
+    total = slack = 0.0
+    for each in sensitivities:
+        meter = _WithoutLattice(each, 1.0)
+        for _ in range(rounds):
+            total += meter.next_loss()
+            slack += math.ldexp(each.block, -GRID_BITS) if meter.difference else 0.0
+            meter.advance(1)
+    if epsilon <= slack:
+        raise CheckFailed("EPSILON", f"epsilon must be above what rounding costs ({slack:.3g}), got {epsilon}")
+    return total / (epsilon - slack)
+
+
+NEGLIGIBLE = 2.0**-40
+"""Part of the largest difference below which rounds are followed as one."""
+FRONTIER = 512
+"""Rounds that a meter follows at most."""
+
+
+def _frontier(followed: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The rounds `(D_t, total)` that may turn out the worst ones to replace: differences fall, totals rise.
+
+    One with both numbers at most another's stays so for ever, because the recursion is increasing, and is left out. Those whose
+    difference has all but died out, and those beyond `FRONTIER`, are followed as one with the larger of either number: an upper
+    bound.
+    """
+    kept: list[tuple[float, float]] = []
+    for difference, total in sorted(followed, reverse=True):
+        if not kept or total > kept[-1][1]:
+            kept.append((difference, total))
+    while len(kept) > 2 and (kept[-2][0] <= NEGLIGIBLE * kept[0][0] or len(kept) > FRONTIER):
+        kept[-2:] = [(kept[-2][0], kept[-1][1])]
+    return kept
+
+
+def _tail(sensitivity: DualSensitivity, sigma: float, difference: float) -> float:
+    """Bound on what all messages after the planned rounds cost, without lattice: a geometric series, or infinity."""
+    if difference == 0.0:
+        return 0.0
+    contraction = sensitivity.factor * (sensitivity.smoothness + sensitivity.ridge) * sensitivity.later
+    if sensitivity.later == 0.0:  # and G may be infinite
+        contraction = 0.0
+    if not contraction < 1.0 or sigma == 0.0:
+        return math.inf
+    return math.sqrt(sensitivity.block) * difference / (1.0 - contraction) / sigma
+
+
+def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
+    """Every finite constant with what enforces it."""
+    constants = {
+        "block": Constant(float(sensitivity.block), "the partition of the coordinates"),
+        "factor": Constant(sensitivity.factor, "the number of learners"),
+        "gradient_bound": Constant(
+            sensitivity.gradient_bound, "clipping of the block's gradient, or the loss on rows scaled to feature_bound"
+        ),
+    }
+    if sensitivity.gradient_change < 2.0 * sensitivity.gradient_bound:
+        constants["gradient_change"] = Constant(
+            sensitivity.gradient_change, "the loss, on rows scaled to feature_bound"
+        )
+    if sensitivity.later:
+        constants |= {
+            "smoothness": Constant(sensitivity.smoothness, "the loss, on rows scaled to feature_bound"),
+            "ridge": Constant(sensitivity.ridge, "the loss, exactly"),
+            "diameter": Constant(sensitivity.diameter, "projection onto the decision set"),
+        }
+    return {name: constant for name, constant in constants.items() if constant.value < math.inf}

@@ -1,0 +1,253 @@
+"""Dual averaging over a network, with Laplace noise on the dual vectors (Cheng, Liao & Li, IEEE TNSE 2023).
+
+Round t of learner i, rounds counted from 0::
+
+    say       h_t = z_t + eta_t,   eta_t ~ Laplace(sigma) on the own block;   h_0 = z_0 = 0
+    decide    y_t = Pro( -alpha_t h_t / w_t ),   alpha_t = step / sqrt(t)
+    update    z_{t+1} = sum_j A_ij h_t^j + k u_t,   w_{t+1} = sum_j A_ij w_t^j
+
+`u_t` is the own block of the gradient of the round's loss at y_t, clipped. With `primal: clean`, as in the paper, z_t stands
+in place of h_t in the decision. The sums over j include the learner itself, with its noisy message.
+
+    dpsda-c   doubly stochastic weights, w = 1; one loss that all learners hold; a block each; k = n    (12)-(13)
+    dpsda-ps  column-stochastic weights: push-sum; otherwise the same                                   (20)-(22)
+    dpcda     one learner alone
+    dpps      push-sum for losses of which each learner has its own: the whole gradient, k = 1
+
+A receiver applies the weight of the sender, so h and w are said unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce_core.algorithms.dual_averaging.accounting import Carry, DualAveragingAccountant, DualSensitivity
+from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.decision_sets import Box, DecisionSet
+from sottovoce_core.losses import Loss, bounded, mean_gradient
+from sottovoce_core.noise import Noise
+from sottovoce_core.noise.mechanisms import laplace_density, say_laplace
+
+Mask = npt.NDArray[np.bool_]
+
+_SAME = 1e-9
+"""Two ways of summing messages agree to this, relative to the largest number said."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """z_t in two parts, and w_t; and what was last said and decided.
+
+    The mix of messages, `known`, is public. Only the newest gradient, k u, is not, and only that part is rounded to the noise's
+    lattice: a neighbour that says huge numbers must not make float64 round the private part as coarsely.
+    """
+
+    who: Who
+    t: int
+    known: FloatArray
+    fresh: FloatArray
+    push_weight: FloatArray
+    said: FloatArray
+    decision: FloatArray
+    owned: Mask
+    noisy: Mask
+
+    @property
+    def dual(self) -> FloatArray:
+        """z_t."""
+        return self.known + self.fresh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DualAveraging:
+    """The algorithm for one run.
+
+    Attributes:
+        step: `alpha_t = step / sqrt(t)`.
+        sigma: Laplace scale; 0: no noise.
+        clip: l2 bound on the own block of a gradient; infinite: none.
+        mean: the loss of a round is the mean over its records, not the sum.
+        noised: decisions are made from messages.
+        push: push-sum: w is said, too.
+        shared: all learners hold the same loss, so its replacement shows in the messages of all of them.
+        owned: `(learners, dim)`, the coordinates that a learner's gradients enter.
+        noisy: `(learners, dim)`, those that it perturbs.
+        push_weights: `(rounds, learners)` w_t, or `(1, learners)` ones.
+    """
+
+    name: str
+    dim: int
+    rounds: int
+    step: float
+    sigma: float
+    clip: float
+    mean: bool
+    noised: bool
+    push: bool
+    shared: bool
+    owned: Mask
+    noisy: Mask
+    push_weights: FloatArray
+    loss: Loss
+    decision_set: DecisionSet
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"h": (self.dim,), "w": (1,)} if self.push else {"h": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        origin = np.zeros((*who.lead, self.dim))
+        first = self.decision_set.project(origin)
+        noisy = self.noisy & (self.sigma > 0)
+        ones = np.ones((*who.lead, 1))
+        return State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
+        said = state.known + np.where(_perturbed(state), drawn, state.fresh)
+        return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        known = heard.weighted_sum("h") + heard.own_weight * state.said
+        fresh = self.factor * self._block_gradient(state, batch)
+        weight = self._next_weight(state, heard)
+        return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
+
+    def _next_weight(self, state: State, heard: Heard) -> FloatArray:
+        """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
+        if not self.push:
+            return state.push_weight
+        weight = heard.weighted_sum("w") + heard.own_weight * state.push_weight
+        known = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
+        return np.maximum(weight, state.who.pick(known))
+
+    def decision(self, state: State) -> FloatArray:
+        """y_t, made when round t is spoken: until then, that of the round before."""
+        return state.decision
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        said, dual = message["h"], state.dual
+        alone = laplace_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
+        largest = np.abs(dual).max(axis=-1, keepdims=True)
+        same = np.abs(said - dual) <= _SAME * (largest + self.sigma)
+        density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
+        if self.push:
+            same = np.abs(message["w"] - state.push_weight) <= _SAME * state.push_weight
+            density = density + np.where(same[..., 0], 0.0, -np.inf)
+        return self._decide(state, np.broadcast_to(said, dual.shape)), density
+
+    def _decide(self, state: State, said: FloatArray) -> State:
+        """The state after `said` was said: with the decision that the round's records will meet."""
+        basis = said if self.noised else state.dual
+        decision = self.decision_set.project(-self._step_size(state.t) * basis / state.push_weight)
+        return replace(state, said=said, decision=decision)
+
+    def _step_size(self, t: int) -> float:
+        """`alpha_t`; in round 0 there is nothing that it could scale."""
+        return _step_size(self.step, t)
+
+    def _block_gradient(self, state: State, batch: Batch) -> FloatArray:
+        """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
+        records, at = bounded(self.loss, batch), state.decision
+        data = mean_gradient(self.loss, at, records) if self.mean else self.loss.gradient_sum(at, records)
+        data = np.where(state.owned, data, 0.0)
+        if self.clip < math.inf:
+            data *= self.clip / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), self.clip)
+        gradient: FloatArray = data + np.where(state.owned, self.loss.ridge * at, 0.0)
+        return gradient
+
+    @property
+    def factor(self) -> float:
+        """k, in front of a gradient: n where each learner knows a block of one gradient, and messages are averaged."""
+        return float(len(self.owned)) if self.shared else 1.0
+
+    # ---- what it costs -------------------------------------------------------------------------------------
+
+    @property
+    def gradient_bound(self) -> float:
+        """B: sure l2 bound of the data part of a block's gradient."""
+        return min(self.clip, self._natural_bound())
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self.sigma if t else 0.0
+
+    def says_model(self, rounds: int) -> bool:
+        return self.noised
+
+    def accountant(self, learner: int) -> DualAveragingAccountant:
+        """Of one learner. Where the loss is shared, every learner's messages show it, and their losses add up."""
+        return DualAveragingAccountant(
+            self.sensitivity(learner),
+            self.sigma,
+            mode="noised" if self.noised else "clean",
+            paper_round=self._paper_round(),
+            shared=self.shared and len(self.owned) > 1,
+        )
+
+    def sensitivity(self, learner: int) -> DualSensitivity:
+        """What moves one learner's messages."""
+        block = int(self.owned[learner].sum())
+        carry, grows = self._carry(learner)
+        beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
+        return DualSensitivity(
+            block=block,
+            factor=self.factor,
+            gradient_bound=self.gradient_bound,
+            gradient_change=min(2.0 * self.gradient_bound, self._natural_change()),
+            smoothness=self.loss.smoothness if self.mean else math.inf,
+            ridge=self.loss.ridge,
+            diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
+            carry=carry,
+            grows=grows,
+            later=0.0 if self.noised else beyond,
+        )
+
+    def _carry(self, learner: int) -> tuple[Carry, bool]:
+        """c_t, by round; and whether it ever grows, after round 0, in which nothing differs yet."""
+        if self.noised:
+            return _nothing, False
+        if not self.push:
+            return partial(_step_size, self.step), False
+        steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
+        by_round: list[float] = steps.tolist()
+        return by_round.__getitem__, bool((np.diff(steps[1:]) > 0.0).any())
+
+    def _natural_bound(self) -> float:
+        """l2 bound on the data gradient of a round without clipping."""
+        return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+
+    def _natural_change(self) -> float:
+        """l2 distance of the data gradients of two rounds, of as many records each, at one decision without clipping."""
+        return self.loss.gradient_change(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
+
+    def _paper_round(self) -> float:
+        """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
+        if self.sigma == 0.0:
+            return math.inf
+        if not self.shared:
+            return 2.0 * math.sqrt(self.dim) * self.gradient_bound / self.sigma
+        whole = min(self._natural_bound(), math.sqrt(len(self.owned)) * self.clip)
+        return 2.0 * self.factor * whole / self.sigma
+
+
+def _nothing(t: int) -> float:
+    return 0.0
+
+
+def _step_size(step: float, t: int) -> float:
+    return step / math.sqrt(max(t, 1))
+
+
+def _perturbed(state: State) -> Mask | np.bool_:
+    """Coordinates of this round's message with noise. Message 0 is zero in every world, and has none."""
+    return state.noisy if state.t else np.False_
+
+
+def _rows(mask: Mask, who: Who) -> Mask:
+    """The rows of a `(learners, dim)` mask that belong to a state, ready to broadcast."""
+    return mask[who.learner] if isinstance(who.learner, int) else mask[list(who.learner)][:, None, :]

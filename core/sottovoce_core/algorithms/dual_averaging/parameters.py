@@ -1,0 +1,182 @@
+"""The parameters of dual averaging, and how a run is made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from sottovoce_core.algorithms.dual_averaging.accounting import sigma_for
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, Mask
+from sottovoce_core.algorithms.dual_averaging.conditions import (
+    Stochastic,
+    check_network,
+    method_findings,
+)
+from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting, require_scales
+from sottovoce_core.arrays import MOST_NUMBERS, FloatArray
+from sottovoce_core.decision_sets import Box
+from sottovoce_core.errors import SpecError, require
+from sottovoce_core.registry import LARGEST, SMALLEST
+
+
+class _DualAveragingSpec(AlgorithmSpec):
+    """What all four share."""
+
+    step: float = 1.0
+    """`alpha_t = step / sqrt(t)`."""
+    sigma: float | None = None
+    """Laplace scale (default: 1, unless epsilon is given). 0: no noise, no guarantee."""
+    epsilon: float | None = None
+    """In place of sigma: what one replaced loss may cost over the whole run (dpsda: all learners together)."""
+    clip: float | None = None
+    """l2 bound that the own block of a round's gradient is scaled down to. None: the loss's own bound."""
+    batch: Literal["mean", "sum"] = "mean"
+    """The loss of a round: mean or sum over its records (the paper's experiments: sum)."""
+    primal: Literal["noised", "clean"] = "noised"
+    """Decisions from what is said, or from the clean dual vector (the paper)."""
+
+    one_noise: ClassVar[bool] = True
+
+    def noisier(self, factors: tuple[float, ...]) -> _DualAveragingSpec:
+        if self.sigma == 0 or len(set(factors)) > 1:
+            raise SpecError("algorithm.sigma must be above 0, and one number for all learners, to be scaled")
+        if self.epsilon is not None:
+            return self.model_copy(update={"epsilon": self.epsilon / factors[0]})
+        return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
+
+    def _require_numbers(self) -> None:
+        """STEP, SIGMA, EPSILON, CLIP: numbers that cannot be what they stand for."""
+        step, sigma, epsilon, clip = self.step, self.sigma, self.epsilon, self.clip
+        require(0 < step < math.inf, "STEP", f"step must be positive and finite, got {step}")
+        one = sigma is None or epsilon is None
+        require(one, "SIGMA", f"give sigma or epsilon, got sigma={sigma} and epsilon={epsilon}")
+        finite = sigma is None or 0 <= sigma < math.inf
+        require(finite, "SIGMA", f"sigma must be finite and positive, or 0 for no noise, got {sigma}")
+        positive = epsilon is None or 0 < epsilon < math.inf
+        require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
+        text = f"clip must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
+        require(clip is None or SMALLEST <= clip <= LARGEST, "CLIP", f"{text}, got {clip}")
+
+    def _build(
+        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        self._require_numbers()
+        rounds, push = setting.rounds, kind == "columns"
+        findings = [*check_network(setting, kind, rows_suffice=allow_rows)]
+        unscaled = DualAveraging(
+            name=self.name,
+            dim=setting.dim,
+            rounds=rounds,
+            step=self.step,
+            sigma=1.0 if self.sigma is None else self.sigma,
+            clip=math.inf if self.clip is None else self.clip,
+            mean=self.batch == "mean",
+            noised=self.primal == "noised",
+            push=push,
+            shared=shared,
+            owned=owned,
+            noisy=noisy,
+            push_weights=_push_weights(setting) if push else np.ones((1, setting.n_learners)),
+            loss=setting.loss,
+            decision_set=setting.decision_set,
+        )
+        bound = unscaled.gradient_bound
+        text = "noise needs a sure bound on the gradient of a round: set clip"
+        got = f"got gradient_bound={bound}, a finite one with clip, or with batch: mean and a loss of bounded gradients"
+        require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
+        algorithm = unscaled
+        if self.epsilon is not None:
+            setting.require_end("noise that follows from the epsilon of all rounds (give sigma instead)")
+            # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
+            parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
+            groups = [parts] if shared else [[part] for part in parts]
+            algorithm = replace(unscaled, sigma=max(sigma_for(group, rounds, self.epsilon) for group in groups))
+        require_scales([algorithm.sigma], "SIGMA")
+        split = shared and setting.n_learners > 1
+        noised, sigma = algorithm.noised, algorithm.sigma
+        findings += method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)
+        return algorithm, tuple(findings)
+
+
+class _BlocksSpec(_DualAveragingSpec):
+    """One loss that all learners hold, and a block of coordinates for each."""
+
+    noise_on: Literal["own_block", "all"] = "own_block"
+    """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
+
+    def _build_blocks(
+        self, setting: Setting, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        n, dim = setting.n_learners, setting.dim
+        require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
+        owned = blocks(dim, n)
+        noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
+        return self._build(setting, owned, noisy, True, kind, allow_rows)
+
+
+class DpsdaCSpec(_BlocksSpec):
+    """DPSDA-C (Cheng, Liao & Li 2023): doubly stochastic weights."""
+
+    name: Literal["dpsda-c"]
+    allow_row_stochastic: bool = False
+    """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
+        return self._build_blocks(setting, "doubly", allowed)
+
+
+class DpsdaPsSpec(_BlocksSpec):
+    """DPSDA-PS (Cheng, Liao & Li 2023): push-sum over directed graphs."""
+
+    name: Literal["dpsda-ps"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        return self._build_blocks(setting, "columns", False)
+
+
+class DpcdaSpec(_DualAveragingSpec):
+    """DPCDA, private centralised dual averaging: one learner."""
+
+    name: Literal["dpcda"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        n = setting.n_learners
+        require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
+        everything = np.ones((1, setting.dim), dtype=bool)
+        return self._build(setting, everything, everything, True, "doubly", False)
+
+
+class DppsSpec(_DualAveragingSpec):
+    """DPPS (Han et al. 2022), as far as it can be told from its abstract: private push-sum dual averaging."""
+
+    name: Literal["dpps"]
+    primal: Literal["noised", "clean"] = "clean"
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
+        everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
+        return self._build(setting, everything, everything, False, "columns", False)
+
+
+def blocks(dim: int, n_learners: int) -> Mask:
+    """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
+    lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
+    owner = np.repeat(np.arange(n_learners), lengths)
+    mask: Mask = owner == np.arange(n_learners)[:, None]
+    return mask
+
+
+def _push_weights(setting: Setting) -> FloatArray:
+    """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
+    setting.require_end("push-sum, whose weights are those of all rounds,")
+    network, rounds = setting.network, setting.rounds
+    if rounds * network.n_learners > MOST_NUMBERS:
+        raise MemoryError  # build_run says so in words
+    weights = np.ones((rounds, network.n_learners))
+    for t in range(rounds - 1):
+        mixing = network.at(t)
+        weights[t + 1] = mixing.neighbours @ weights[t] + mixing.own * weights[t]
+    return weights

@@ -1,0 +1,196 @@
+"""The step sizes and noises that a spec may choose for gossip gradient descent; each makes its own schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from sottovoce_core.algorithms.gradient_descent.accounting import Schedule
+from sottovoce_core.algorithms.gradient_descent.conditions import require_change
+from sottovoce_core.algorithms.setting import PerLearner, Setting, divided, times
+from sottovoce_core.errors import SpecError, require
+from sottovoce_core.noise import GRID_BITS
+from sottovoce_core.privacy.guarantee import Regularity
+from sottovoce_core.registry import Positive, Section
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class PowerStep(Section):
+    """`alpha_t = scale / (t+1)^exponent`."""
+
+    kind: Literal["power"] = "power"
+    scale: Positive | None = None
+    """None: R/G, radius of the decision set over bound on a record's gradient."""
+    exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        radius = setting.decision_set.largest_norm(setting.dim)
+        bound = known.clip_norm + known.ridge * radius
+        text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
+        require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")
+        return partial(_power, self.scale or radius / bound, -self.exponent)
+
+
+class GeometricStep(Section):
+    """`alpha_t = scale ratio^t`."""
+
+    kind: Literal["geometric"]
+    scale: Positive = 1.0
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        return partial(_geometric, self.scale, self.ratio)
+
+
+class HarmonicStep(Section):
+    """`alpha_t = scale / (mu (t + shift))`, for strongly convex losses."""
+
+    kind: Literal["harmonic"]
+    scale: Positive = 1.0
+    mu: Positive | None = None
+    """Strong convexity (None: the loss's ridge)."""
+    shift: Positive = 1.0
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        mu = self.mu or known.ridge
+        require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
+        return partial(_harmonic, self.scale / mu, self.shift)
+
+
+StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
+"""Each makes the `schedule` of alpha_t; refuses by STEP_SCALE or STEP_MU."""
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+class ZeroNoise(Section):
+    """Messages are said as they are: no guarantee."""
+
+    kind: Literal["none"] = "none"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return _each(_power, (0.0,) * setting.n_learners, (0.0,) * setting.n_learners)
+
+    def louder(self, factors: tuple[float, ...]) -> ZeroNoise:
+        raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
+
+
+class PowerNoise(Section):
+    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`, as in LDP-DOL; sigma 0: no noise."""
+
+    kind: Literal["power"] = "power"
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        growth = setting.per_learner(self.varsigma, "algorithm.noise.varsigma")
+        for value in growth:
+            require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
+        sizes = [size / math.sqrt(2.0) for size in _sizes(setting, self.sigma, "sigma")]
+        return _each(_power, sizes, growth)
+
+    def louder(self, factors: tuple[float, ...]) -> PowerNoise:
+        return self.model_copy(update={"sigma": times(self.sigma, factors)})
+
+
+class _ScaledNoise(Section):
+    """Noise that starts at a scale."""
+
+    scale: PerLearner
+
+    def louder(self, factors: tuple[float, ...]) -> Self:
+        return self.model_copy(update={"scale": times(self.scale, factors)})
+
+
+class GeometricNoise(_ScaledNoise):
+    """`rho_t = scale ratio^t`."""
+
+    kind: Literal["geometric"] = "geometric"
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return _each(_geometric, _sizes(setting, self.scale, "scale"), (self.ratio,) * setting.n_learners)
+
+
+class HarmonicNoise(_ScaledNoise):
+    """`rho_t = scale / (t+1)`."""
+
+    kind: Literal["harmonic"] = "harmonic"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return _each(_harmonic, _sizes(setting, self.scale, "scale"), (1.0,) * setting.n_learners)
+
+
+class CalibratedNoise(Section):
+    """The scale at which a record costs `epsilon` in the first message that shows it: proportional to the step before it.
+
+    `charged: every_round` is what a T-fold composition asks for: T times the noise.
+    """
+
+    kind: Literal["calibrated"] = "calibrated"
+    epsilon: PerLearner = 1.0
+    charged: Literal["once", "every_round"] = "once"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        require_change(known.change)
+        targets = setting.per_learner(self.epsilon, "algorithm.noise.epsilon")
+        factors = [self._factor(each, setting, known.change) for each in targets]
+        return _each(_following, steps, factors)
+
+    def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
+        """`sqrt(n) C / epsilon`, less what the lattice costs."""
+        if self.charged == "every_round":
+            setting.require_end("noise that shares its epsilon among all rounds (charged: every_round)")
+        messages, lattice = setting.rounds if self.charged == "every_round" else 1, setting.dim * 2.0**-GRID_BITS
+        share = epsilon / messages - lattice
+        text = f"noise.epsilon must be finite and above {messages * lattice:.3g}, what rounding to the lattice costs"
+        require(0 < share < math.inf, "NOISE_EPSILON", f"{text}, got {epsilon}")
+        return math.sqrt(setting.dim) * change / share
+
+    def louder(self, factors: tuple[float, ...]) -> CalibratedNoise:
+        return self.model_copy(update={"epsilon": divided(self.epsilon, factors)})
+
+
+NoiseScale = Annotated[
+    ZeroNoise | PowerNoise | GeometricNoise | HarmonicNoise | CalibratedNoise, Field(discriminator="kind")
+]
+"""Each makes the `schedules` of rho_t, one for each learner, which has its own steps; and the same noise `louder`, each learner's
+multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
+
+
+def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]:
+    sizes = setting.per_learner(value, f"algorithm.noise.{field}")
+    for size in sizes:
+        require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
+    return sizes
+
+
+def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[Schedule, ...]:
+    """A schedule for each learner, of its own numbers; learners whose numbers are equal share one."""
+    known: dict[tuple[Any, ...], Schedule] = {}
+    return tuple(known.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
+
+
+# ---- by round: module functions, so that a run can be pickled --------------------------------------------------------
+
+
+def _power(first: float, exponent: float, t: int) -> float:
+    return first * math.pow(t + 1.0, exponent)
+
+
+def _geometric(first: float, ratio: float, t: int) -> float:
+    return first * math.pow(ratio, t)
+
+
+def _harmonic(factor: float, shift: float, t: int) -> float:
+    return factor / (t + shift)
+
+
+def _following(step: Schedule, factor: float, t: int) -> float:
+    """In proportion to the step that made the message of the round; the first message, made by none, as the second."""
+    return factor * step(max(t - 1, 0))

@@ -1,0 +1,128 @@
+"""LDP-DOL: locally differentially private distributed online learning (Chen & Wang, IEEE TAC 2025).
+
+Round t of learner i::
+
+    say       y_t = theta_t + noise,  noise ~ Laplace(rho_t),  rho_t = sigma/sqrt(2) (t+1)^varsigma
+    hear      y_t^j of every neighbour j
+    update    theta_{t+1} = Pro( theta_t + gamma_t sum_j w_ij (y_t^j - theta_t) - lambda_t d_t(theta_t) )
+
+with `lambda_t = lam0/(t+1)^v`, `gamma_t = gam0/(t+1)^u` and `d_t` the mean gradient over all records so far, those of round t
+included. The learner uses its own clean theta; its noise never enters its own update. Where theta is said it is first
+rounded to the noise's lattice, which changes it by less than 2^-40 scales and is charged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sottovoce_core.algorithms.interface import Heard, Message, Who
+from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant
+from sottovoce_core.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.decision_sets import DecisionSet
+from sottovoce_core.losses import Loss, bounded
+from sottovoce_core.losses.history import History, start_history
+from sottovoce_core.network.network import Network
+from sottovoce_core.noise import Noise
+from sottovoce_core.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
+from sottovoce_core.privacy.guarantee import regularity_of
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """theta_t, the round t, and the records seen."""
+
+    who: Who
+    t: int
+    theta: FloatArray
+    history: History
+    sigma: Scalars
+    varsigma: Scalars
+
+
+@dataclass(frozen=True, slots=True)
+class LdpDol:
+    """The algorithm for one run: all learners' parameters, by index."""
+
+    dim: int
+    rounds: int
+    schedules: Schedules
+    sigma: tuple[float, ...]
+    varsigma: tuple[float, ...]
+    network: Network
+    """Whose weights the guarantee rests on."""
+    loss: Loss
+    decision_set: DecisionSet
+    accounting: Mode = "best"
+    name: str = "ldp-dol"
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"y": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        initial = np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim))
+        origin = self.decision_set.project(initial)
+        return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, scale, later)})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        t, theta, ridge = state.t, state.theta, self.loss.ridge
+        coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
+        history = state.history.observe(bounded(self.loss, batch))
+        pulled = heard.weighted_sum("y")
+        keep = 1.0 - coupling * heard.total_weight - step * ridge
+        moved = keep * theta
+        pulled *= coupling
+        moved += pulled
+        gradient = history.gradient(theta)
+        gradient *= step
+        moved -= gradient
+        theta = self.decision_set.project(moved)
+        return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
+
+    def decision(self, state: State) -> FloatArray:
+        return state.theta
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        return state, laplace_density(message["y"], state.theta, _laplace_scale(state, state.t))
+
+    def accountant(self, learner: int) -> LdpDolAccountant:
+        known = regularity_of(self.loss, self.decision_set, self.dim)
+        smallest = float(self.network.at(0).neighbours.sum(axis=1).min())
+        changing = self.network.horizon > 1
+        return LdpDolAccountant(
+            self.accounting,
+            known,
+            self.schedules,
+            self._scales(learner),
+            smallest_own_weight=smallest,
+            own_weight_at=(lambda t: self._own_weight(learner, t)) if changing else None,
+        )
+
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return lattice_of("y", self.noise_scale(learner, t))
+
+    def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
+        return {"y": largest_said(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self._scales(learner).laplace_scale(t)
+
+    def _scales(self, learner: int) -> LearnerScales:
+        return LearnerScales(self._own_weight(learner, 0), self.dim, self.sigma[learner], self.varsigma[learner])
+
+    def _own_weight(self, learner: int, t: int) -> float:
+        """`|w_ii|` of round t: the sum of what the learner gives to others."""
+        return float(self.network.at(t).neighbours[learner].sum())
+
+
+def _laplace_scale(state: State, t: int) -> Scalars:
+    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
+    return state.sigma / math.sqrt(2.0) * (t + 1.0) ** state.varsigma

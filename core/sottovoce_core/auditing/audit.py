@@ -1,0 +1,517 @@
+"""An audit: two worlds, many runs of each, three families of tests, one verdict.
+
+The runs come from the simulator, from real services or from captures. What is kept of them is small, so that they may be many,
+and are made and examined side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.blackbox import VIEWS, Attack, attack, number_views
+from sottovoce_core.auditing.bounds import Bound, Test
+from sottovoce_core.auditing.channel_tests import (
+    PairRuns,
+    Starts,
+    calibration,
+    channel_tests,
+    learned_tests,
+    private_tests,
+)
+from sottovoce_core.auditing.likelihood import Apart, Ratios, RoundBounds, apart, bound_rounds, guess, ratios
+from sottovoce_core.auditing.plan import AuditPlan
+from sottovoce_core.auditing.swaps import peak, search, swaps
+from sottovoce_core.auditing.verdict import Findings, Verdict, blamed, decide
+from sottovoce_core.auditing.views import Features, tables
+from sottovoce_core.auditing.worlds import (
+    NoiseOf,
+    Recording,
+    Share,
+    Tell,
+    Twins,
+    at_a_time,
+    children,
+    differences,
+    nobody,
+    numbers_of,
+    overhear,
+    shares,
+    twins,
+    within,
+)
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.optional import import_extra
+from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.transcript import Transcript
+
+if TYPE_CHECKING:
+    from sottovoce_core.auditing.conformance.battery import Battery
+
+_SWEPT_NUMBERS, _SWEPT_RUNS = 2**21, 20
+"""Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
+
+_SWEPT = 32
+"""Learners, at most, whose exact losses are looked at beside the audited one's."""
+
+SHARE_RUNS = 2500
+"""Runs in a share, at most, so that shares can be made side by side."""
+
+_MADE, _MADE_OF_LOSSES = 0.1, 0.6
+"""What share of the time of some runs their simulation takes, about: where their noise is examined, and where it is not."""
+
+Work = Callable[[Share], "Examined"]
+Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
+"""How shares are worked on: one after the other, as `map`, or side by side; in order."""
+Coins = Literal["seed", "operating system", "not known", "none"]
+"""What chose the world of every run; none: all are of one world."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What is kept of some runs of one world.
+
+    Attributes:
+        world: 0 or 1.
+        seen: `(runs, rounds seen, numbers)` by the black box.
+        channel: what else crossed the wire, of every run, by view; empty where nothing else did.
+        ratios: exact losses; None where the listener does not hear enough.
+        apart: single rounds' losses; None where rounds cannot be drawn anew.
+        noise: what conformance keeps of the noise of all learners; None where the listener hears no message.
+        pair: of worlds, by its place in `AuditPlan.pairs`.
+        private: `(runs, quantities)` how much the worlds differ in what the learner keeps to itself (`private`); None where
+            nothing else crossed the wire that could tell it, or where the listener does not hear enough.
+    """
+
+    world: int
+    seen: FloatArray
+    channel: tuple[Mapping[str, Features], ...]
+    ratios: Ratios | None
+    apart: Apart | None
+    noise: Battery | None = None
+    pair: int = 0
+    private: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerLoss:
+    """Exact losses of one learner in a few runs, for the swap among those tried that they tell apart best.
+
+    That is seen in hindsight, so it is hardly the swap of the audit: of the audited learner there are two losses.
+
+    Attributes:
+        learner: its index.
+        swap: which, in words.
+        claim: epsilon for the swap.
+        largest: the largest absolute loss of any run by any round.
+    """
+
+    learner: int
+    swap: str
+    claim: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was audited, and what came of it.
+
+    Attributes:
+        plan: what was audited.
+        source: where the runs came from, in words.
+        shown: exact losses of all runs; None where the listener does not hear enough.
+        worlds: `(runs,)` of each run, in order.
+        seen: `(runs, rounds seen, numbers)` by the black box.
+        views: what the classifiers could look at, and how many of its numbers are not the same in all runs.
+        about: the learner whose promise the verdict is about: the one of the swap, or one whose noise alone refutes it. None:
+            the noise of several does, or that of all together.
+        noise: some of this learner's noise, or of all, standardised: independent standard Laplace numbers if all is well.
+        numbers: of noise, of all learners, that conformance looked at.
+        learners: exact losses of all learners in a few runs.
+        twins: two runs that differ in the record alone.
+        found: what the tests found.
+        verdict: what may be said.
+        captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
+        coins: what chose the world of every run.
+        provisos: what must be known of the runs besides to judge the verdict, a sentence each.
+        unproven: why captures do not prove what their learners said, in a few words; empty: they do, or runs were made here.
+    """
+
+    plan: AuditPlan
+    source: str
+    shown: Ratios | None
+    worlds: IntArray
+    seen: FloatArray
+    views: Mapping[str, int]
+    about: int | None
+    noise: FloatArray
+    numbers: int
+    learners: tuple[LearnerLoss, ...]
+    twins: Twins
+    found: Findings
+    verdict: Verdict
+    captures: Mapping[str, str] = field(default_factory=dict)
+    coins: Coins = "seed"
+    provisos: tuple[str, ...] = ()
+    unproven: str = ""
+
+    @property
+    def claim_seen(self) -> float:
+        """The claim that the black box is held against."""
+        return _claim_seen(self.plan, self.views)
+
+    @property
+    def largest(self) -> float:
+        """The largest exact loss of any transcript; not-a-number where it is not known."""
+        return float("nan") if self.shown is None else float(self.shown.largest.max())
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def examine(plan: AuditPlan, part: Recording, single: Apart | None = None, tell: Tell = nobody) -> Examined:
+    """Keep what the tests need of some runs; what takes long of it says how far it is."""
+    from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
+
+    noise = None
+    if plan.listener.threat is not ThreatModel.OUTPUT:
+        close = math.ceil(plan.close * part.transcript.replicas)
+        share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
+        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share, tell)
+    return replace(_losses(plan, part, single), noise=noise)
+
+
+def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
+    """Of some runs, all but their noise."""
+    replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
+    seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
+    judged = plan.listener.replayable and part.channel
+    private = differences(plan.run, plan.worlds, part.transcript) if judged else None
+    return Examined(part.world, seen, part.channel, replayed, single, private=private)
+
+
+def _simulated(
+    plan: AuditPlan,
+    share: Share,
+    noise: NoiseOf = SeededNoise,
+    actual: Run | None = None,
+    *,
+    losses_alone: bool = False,
+) -> Examined:
+    """Simulate some runs and examine them.
+
+    Args:
+        plan: the audit, of all pairs of worlds.
+        share: which runs.
+        noise: where their noise comes from.
+        actual: what really runs (default: what is claimed).
+        losses_alone: their noise is not examined.
+    """
+    plan = plan.pairs[share.pair]
+    runs, coins, drawn = children(share.seed, 3)
+    made = _MADE_OF_LOSSES if losses_alone else _MADE
+    of_share = Share(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
+    decisions = plan.listener.threat is ThreatModel.OUTPUT
+    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
+    single = None
+    if plan.listener.replayable:
+        generator = np.random.default_rng(coins)
+        single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
+    if losses_alone:
+        return replace(_losses(plan, part, single), pair=share.pair)
+    looked = examine(plan, part, single, within(share.tell, made, 1.0))
+    return replace(looked, pair=share.pair)
+
+
+def audit_simulated(
+    plan: AuditPlan,
+    *,
+    noise: NoiseOf = SeededNoise,
+    actual: Run | None = None,
+    mapper: Mapper = map,
+    say: Callable[[str], None] = lambda what: None,
+) -> Audit:
+    """Audit on the simulator.
+
+    Args:
+        plan: the audit.
+        noise: where the audited run's noise comes from (default: what is claimed).
+        actual: what really runs (default: what is claimed).
+        mapper: how shares of the runs are worked on; each says how far it is (`Share.tell`).
+        say: told what is being done.
+
+    Raises:
+        SpecError: scipy or scikit-learn are not installed.
+    """
+    lots = [
+        share for k, pair in enumerate(plan.pairs) for share in shares(pair.runs, _most(plan), pair.seeds.audited, k)
+    ]
+
+    say("simulating and examining")
+    heard = gathered(mapper(partial(_simulated, plan, noise=noise, actual=actual), lots))
+    return conclude(plan, heard, _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
+
+
+def gathered(parts: Iterable[Examined]) -> list[Examined]:
+    """All parts, the noise of all of them in the first one, for what is kept of it is large."""
+    kept: list[Examined] = []
+    for part in parts:
+        whole = kept[0].noise if kept else None
+        if whole is None:
+            part = replace(part, noise=deepcopy(part.noise))  # what comes from another process may be read-only (Ray)
+        elif part.noise is not None:
+            whole.merge(part.noise)
+            part = replace(part, noise=None)
+        kept.append(part)
+    return kept
+
+
+def _most(plan: AuditPlan) -> int:
+    """Of how many runs a share is, at most."""
+    decisions = plan.listener.threat is ThreatModel.OUTPUT
+    return min(SHARE_RUNS, at_a_time(plan.run, decisions=decisions))
+
+
+def _few(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
+    """All that is said in a few runs of the first world."""
+    run = actual or plan.run
+    share = Share(0, few(run), plan.seeds.swept)
+    return overhear(run, plan.data, plan.worlds, share, noise, everybody=True).transcript
+
+
+def few(run: Run) -> int:
+    """Runs in which the losses of all learners are looked at, at most."""
+    fitting = _SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
+    return max(1, min(_SWEPT_RUNS, fitting))
+
+
+def rehearsed(runs: int) -> int:
+    """Runs of each world from which thresholds are fixed: rare strong losses count where there are many runs."""
+    return min(runs, max(500, runs // 10))
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def conclude(
+    plan: AuditPlan,
+    heard: Sequence[Examined],
+    transcript: Transcript,
+    source: str,
+    *,
+    starts: Starts | None = None,
+    mapper: Mapper = map,
+    say: Callable[[str], None] = lambda what: None,
+) -> Audit:
+    """All tests of what was heard, and the verdict.
+
+    Args:
+        plan: the audit.
+        heard: what was heard, in order, in all pairs of worlds (`gathered`).
+        transcript: all that was said in a few runs of the first world (`few`).
+        source: where the runs came from, in words.
+        starts: all runs that were started, and how they ended; None: all were simulated to their end.
+        mapper: how shares of the runs that thresholds are fixed on are worked on.
+        say: told what is being done.
+
+    Raises:
+        SpecError: scipy or scikit-learn are not installed.
+    """
+    for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
+        import_extra(extra, package, "an audit")
+    runs, noise = _Runs.of(plan, heard, starts), heard[0].noise
+    found = _findings(plan, runs, noise, mapper, say)
+    about = blamed(found, plan.run.spec.names, plan.worlds.learner)
+    return Audit(
+        plan=plan,
+        source=source,
+        shown=runs.shown,
+        worlds=runs.worlds,
+        seen=_seen(runs.parts),
+        views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in runs.views[0].items()},
+        about=about,
+        noise=_shown(noise, about),
+        numbers=0 if noise is None else noise.numbers,
+        learners=_sweep(plan, transcript),
+        twins=twins(plan.run, plan.data, plan.worlds, plan.seeds.twins),
+        found=found,
+        verdict=decide(found),
+    )
+
+
+def _shown(noise: Battery | None, learner: int | None) -> FloatArray:
+    """Of this learner, or of all."""
+    if noise is None or not noise.shown:
+        return np.empty(0)
+    return np.concatenate(noise.shown) if learner is None else noise.shown[learner]
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """All runs, as tests look at them.
+
+    Attributes:
+        parts: those of the first pair of worlds, which are guessed.
+        losses: exact losses of whole runs, by pair of worlds; none where the listener does not hear enough.
+        started: the same of all started runs: none is left out for its end.
+        views: what classifiers may look at, by pair of worlds.
+        private: how much the worlds differ in what is kept to itself, by pair of worlds; None: not known.
+        starts: how the runs ended; None: all were simulated to their end.
+    """
+
+    parts: Sequence[Examined]
+    losses: Sequence[Ratios]
+    started: Sequence[Ratios]
+    views: Sequence[Mapping[str, FloatArray]]
+    private: Sequence[FloatArray | None]
+    starts: Starts | None
+
+    @classmethod
+    def of(cls, plan: AuditPlan, heard: Sequence[Examined], starts: Starts | None) -> _Runs:
+        """All that was heard, in all pairs of worlds."""
+        by_pair = [[part for part in heard if part.pair == k] for k in range(len(plan.pairs))]
+        known = ([part.ratios for part in each if part.ratios is not None] for each in by_pair)
+        losses = [Ratios.joined(each) for each in known if each]
+        lost = {} if starts is None else starts.lost
+        started = [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
+        views = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
+        private = [_private(each) for each in by_pair if each]
+        return cls(by_pair[0], losses, started, views, private, starts)
+
+    @property
+    def worlds(self) -> IntArray:
+        """`(runs,)` of those that are guessed."""
+        return np.concatenate([np.full(len(part.seen), part.world) for part in self.parts])
+
+    @property
+    def shown(self) -> Ratios | None:
+        """Exact losses of those that are guessed, and of the others that were started in the same pair of worlds."""
+        return self.started[0] if self.started else None
+
+
+def _seen(parts: Sequence[Examined]) -> FloatArray:
+    return np.concatenate([part.seen for part in parts])
+
+
+def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
+    heard = [run for part in parts for run in part.channel]
+    return tables(heard) if heard else {}
+
+
+def _private(parts: Sequence[Examined]) -> FloatArray | None:
+    known = [part.private for part in parts if part.private is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
+
+
+def _findings(
+    plan: AuditPlan, runs: _Runs, noise: Battery | None, mapper: Mapper, say: Callable[[str], None]
+) -> Findings:
+    """What all families find; where the coins are none, only what needs no coin."""
+    from sottovoce_core.auditing.verdict import blind, most, reaches
+
+    numbers = 0 if noise is None else noise.numbers
+    say("conformance")
+    conformance = () if noise is None else noise.tests(plan.levels)
+    guessed, rounds = _likelihood(plan, runs, mapper, say)
+    say("black box")
+    attacks = _attacks(plan, runs)
+    excesses = (each.excess(pair.claim) for each, pair in zip(runs.started, plan.pairs, strict=False))
+    found = Findings(
+        runs=plan.all_runs,
+        levels=plan.levels,
+        claim=plan.epsilon,
+        tests=(*conformance, *_calibration(plan, runs), *_side_channels(plan, runs, attacks)),
+        bounds=(*guessed, *(each.bound for each in attacks)),
+        excess=next((excess for excess in excesses if excess is not None), None),
+        rounds=rounds,
+        paired=plan.paired,
+        void=_void(plan, runs.starts),
+        most=most(plan),
+        reaches=reaches(plan, numbers, on_lattice=any(test.part == "lattice" for test in conformance)),
+        blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in runs.losses)])),
+    )
+    return found.without_coins if found.void else found
+
+
+def _likelihood(
+    plan: AuditPlan, runs: _Runs, mapper: Mapper, say: Callable[[str], None]
+) -> tuple[tuple[Bound, ...], RoundBounds | None]:
+    """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
+    if runs.shown is None or not plan.paired:
+        return (), None
+    say("fixing thresholds")
+    lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
+    before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
+    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
+    say("whole runs and single rounds")
+    bound = guess(runs.shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
+    return (bound,), _rounds(plan, runs.parts, before)
+
+
+def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
+    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
+    if len(audited) < len(parts):
+        return None
+    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
+
+
+def _calibration(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
+    """Whether exact losses say how often they are right, over all pairs of worlds."""
+    if not runs.started or not plan.paired:
+        return ()
+    return plan.levels.judged("calibration", calibration(runs.started, plan.run.spec.names[plan.worlds.learner]))
+
+
+def _side_channels(plan: AuditPlan, runs: _Runs, attacks: Sequence[Attack]) -> tuple[Test, ...]:
+    """Whether anything depends on the world but as the messages' densities say, in any pair; where these are known."""
+    if not plan.paired:
+        return ()
+    where = plan.run.spec.names[plan.worlds.learner]
+    ends = () if runs.starts is None else (runs.starts.test(where),)
+    of_pairs = zip(runs.losses, runs.views, runs.private, strict=False)
+    pairs = [PairRuns(each.total, 1 - each.worlds, seen, private) for each, seen, private in of_pairs]
+    learned = learned_tests(pairs[0], attacks, where) if pairs else ()
+    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where), *private_tests(pairs, where), *learned))
+
+
+def _attacks(plan: AuditPlan, runs: _Runs) -> tuple[Attack, ...]:
+    """Of classifiers, where there are two worlds."""
+    if not plan.paired:
+        return ()
+    views = runs.views[0]
+    return attack(views, runs.worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
+
+
+def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
+    """Numbers are those of some rounds; what a channel gives away is of all of them."""
+    return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
+
+
+def _void(plan: AuditPlan, starts: Starts | None) -> str:
+    """Why the coins are none; empty where they may be fair ones."""
+    return starts.void(plan.levels.of("black box", "worlds")) if starts is not None and plan.paired else ""
+
+
+# ---- all learners ----------------------------------------------------------------------------------------------------
+
+
+def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
+    """Exact losses of every learner, for the most telling swap of its first record."""
+    data = plan.worlds.data(plan.data, 0)
+    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > _SWEPT:
+        return ()
+    found = []
+    for i, own in enumerate(data.learners):
+        if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
+            claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
+            telling = search(plan.run, transcript, (i,), own, tried, peak)
+            found.append(LearnerLoss(i, telling.swap[1], claim, telling.score))
+    return tuple(found)

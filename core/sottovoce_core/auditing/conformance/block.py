@@ -1,0 +1,318 @@
+"""All noise of some runs, side by side, with its places in words: what every test of conformance looks at."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
+
+# ---- blocks of noise -------------------------------------------------------------------------------------------------
+
+_PIECE = 2**17
+"""Numbers of a piece, at most, or those of one run: a megabyte of each array."""
+
+FARTHEST = 38.0
+"""Of a normal score: what lies farther has a probability that no double holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The noise of all learners in some whole runs; fields stand side by side along the last axis.
+
+    Arrays are `(learners, rounds, runs, numbers)`.
+
+    Attributes:
+        learners: names of the learners, in order.
+        fields: names and widths of the fields, in order.
+        values: independent standard Laplace numbers under the claim; NaN where no noise is known.
+        steps: noise in lattice spacings, K'; a whole number within one of what was drawn. 0 where nothing is judged.
+        said: the message in lattice spacings, a. 0 where nothing is judged.
+        lost: low bits of `steps` and `said` that float64 does not resolve, so that nothing can be said of them; `ALL`: every one.
+        off: whether the message is off its lattice.
+        scale: `(learners, rounds, numbers)` of the noise; NaN where there is none.
+        grid: the same of the spacing.
+        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked. Of what is
+            the same in all runs, that axis has the length 1.
+    """
+
+    learners: tuple[str, ...]
+    fields: tuple[tuple[str, int], ...]
+    values: FloatArray
+    steps: IntArray
+    said: IntArray
+    lost: ByteArray
+    off: BoolArray
+    scale: FloatArray
+    grid: FloatArray
+    past: Mapping[str, FloatArray]
+
+    @property
+    def close(self) -> bool:
+        """Whether to look at what costs most: dependence, of numbers on each other and on what was before."""
+        return bool(self.past)
+
+    @classmethod
+    def blank(cls, learners: tuple[str, ...], fields: Mapping[str, int], rounds: int, runs: int) -> Block:
+        """Room for all noise of some runs, none of it known yet.
+
+        Args:
+            learners: their names.
+            fields: their widths, by name.
+            rounds, runs: how many.
+        """
+        shape = (len(learners), rounds, runs, sum(fields.values()))
+        return cls(
+            learners,
+            tuple(fields.items()),
+            **unknown(shape, (len(learners), rounds, shape[-1])),
+            past={},
+        )
+
+    def of(self, learner: int) -> dict[str, Residuals]:
+        """The room of one learner, by field: views."""
+        found = {}
+        for name, where in self.parts():
+            rows = {part: getattr(self, part)[learner, ..., where] for part in UNKNOWN}
+            found[name] = Residuals(learner, name, **rows)
+        return found
+
+    def room(self, runs: int) -> Block:
+        """The same memory for so many runs or fewer, to be filled anew (`residuals`): it still holds what was known of others."""
+        shape = (*self.values.shape[:2], runs, self.values.shape[3])
+        rows = {part: getattr(self, part) for part in OF_SCALES}
+        for part in UNKNOWN.keys() - rows.keys():
+            rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
+        return Block(self.learners, self.fields, **rows, past={})
+
+    def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
+        """The same noise, and what the learners had before they drew it, which is taken out of what was found: it is large."""
+        learners, rounds, _, numbers = self.values.shape
+        runs: dict[str, int] = {}
+        for own in found:
+            for each in own:
+                for what, values in each.past.items():
+                    runs[what] = max(values.shape[1], runs.get(what, 1))
+        before = {what: np.zeros((learners, rounds, length, numbers)) for what, length in runs.items()}
+        places = dict(self.parts())
+        for own in found:
+            for each in own:
+                for what in list(each.past):
+                    before[what][each.learner, :, :, places[each.field]] = each.past.pop(what)
+        return replace(self, past=before)
+
+    def pieces(self) -> Iterator[tuple[int, slice, Block]]:
+        """The same noise of one learner and some runs at a time: the learner, the runs, and the piece, whose arrays are views.
+
+        Memory is slower than what is done with a number, so each piece fits into a processor's cache.
+        """
+        _, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (rounds * numbers))
+        for i in range(len(self.learners)):
+            for start in range(0, runs, step):
+                some = slice(start, min(start + step, runs))
+                yield i, some, self._part(slice(i, i + 1), some)
+
+    def by_runs(self) -> Iterator[tuple[slice, Block]]:
+        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one; which, and it."""
+        learners, rounds, runs, numbers = self.values.shape
+        step = max(1, _PIECE // (learners * rounds * numbers))
+        for start in range(0, runs, step):
+            some = slice(start, min(start + step, runs))
+            yield some, self._part(slice(None), some)
+
+    def _part(self, learners: slice, runs: slice) -> Block:
+        rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
+        rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
+        past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, runs] for what, x in self.past.items()}
+        return Block(self.learners[learners], self.fields, **rows, past=past)
+
+    @property
+    def runs(self) -> int:
+        """How many."""
+        runs: int = self.values.shape[2]
+        return runs
+
+    @cached_property
+    def known(self) -> BoolArray:
+        """Where noise is known."""
+        known: BoolArray = np.isfinite(self.values)
+        return known
+
+    @cached_property
+    def resolved(self) -> BoolArray:
+        """Where noise is known, and float64 resolves it to the last bit."""
+        resolved: BoolArray = self.known & (self.lost == 0)
+        return resolved
+
+    @cached_property
+    def count(self) -> int:
+        """Numbers of known noise."""
+        return int(np.count_nonzero(self.known))
+
+    @cached_property
+    def sizes(self) -> FloatArray:
+        """|values|: independent standard exponential numbers; NaN where unknown."""
+        sizes: FloatArray = np.abs(self.values)
+        return sizes
+
+    @cached_property
+    def tail(self) -> FloatArray:
+        """`exp(-|r|)`: how likely a size is to be larger, uniform in (0, 1]; NaN where unknown."""
+        tail: FloatArray = np.exp(-self.sizes)
+        return tail
+
+    @cached_property
+    def normal(self) -> FloatArray:
+        """Normal scores of the values, z: independent standard normal numbers; 0 where unknown.
+
+        Of the small probability, never of one minus it: far out that rounds to one.
+        """
+        return self._scores(0.5 * self.tail, self.values)
+
+    @cached_property
+    def normal_sizes(self) -> FloatArray:
+        """Normal scores of the sizes, m: standard normal, and independent of the signs; 0 where unknown."""
+        return self._scores(self.tail, 1.0)
+
+    def _scores(self, above: FloatArray, signs: FloatArray | float) -> FloatArray:
+        """The normal number that is exceeded as often as this; no infinity for what is exceeded never, or always."""
+        scores: FloatArray = np.clip(-special.ndtri(above), -FARTHEST, FARTHEST)
+        scores *= np.sign(signs)
+        scores[~self.known] = 0.0
+        return scores
+
+    @cached_property
+    def signs(self) -> ByteArray:
+        """-1, 0 or 1; 0 where unknown."""
+        signs: ByteArray = np.sign(np.where(self.known, self.values, 0.0)).astype(np.int8)
+        return signs
+
+    def place(self, number: int) -> str:
+        """The field and the coordinate of a number along the last axis, in words."""
+        for name, width in self.fields:
+            if number < width:
+                return f"field {name!r}, coordinate {number}"
+            number -= width
+        raise IndexError(number)
+
+    def parts(self) -> Iterator[tuple[str, slice]]:
+        """Fields, and where they stand along the last axis."""
+        start = 0
+        for name, width in self.fields:
+            yield name, slice(start, start + width)
+            start += width
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all blocks of an audit have in common.
+
+    Attributes:
+        learners: names of the learners, in order.
+        rounds: how many.
+        fields: names and widths.
+    """
+
+    learners: tuple[str, ...]
+    rounds: int
+    fields: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, block: Block) -> Layout:
+        """That of a block."""
+        return cls(block.learners, block.values.shape[1], block.fields)
+
+    @property
+    def numbers(self) -> int:
+        """In a message."""
+        return sum(width for _, width in self.fields)
+
+    @property
+    def places(self) -> int:
+        """Numbers of a run."""
+        return len(self.learners) * self.rounds * self.numbers
+
+    @property
+    def widest(self) -> int:
+        """Numbers of the widest field."""
+        return max(width for _, width in self.fields)
+
+    @property
+    def voices(self) -> int:
+        """Fields of learners: what says one sequence of vectors each."""
+        return len(self.learners) * len(self.fields)
+
+    def by_voice(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`(learners, rounds, runs, numbers)` as `(voices, rounds, runs, widest)`: zeros follow the numbers of a narrow field."""
+        if len(self.fields) == 1:
+            return numbers
+        found = np.zeros((self.voices, *numbers.shape[1:3], self.widest), numbers.dtype)
+        start = 0
+        for f, (_, width) in enumerate(self.fields):
+            found[f :: len(self.fields), ..., :width] = numbers[..., start : start + width]
+            start += width
+        return found
+
+    def learner(self, i: int) -> str:
+        """The learner at a place of the first axis."""
+        return self.learners[i]
+
+    def voice(self, v: int) -> str:
+        """The learner, and the field where there are several."""
+        i, f = divmod(v, len(self.fields))
+        return f"{self.learner(i)}, field {self.fields[f][0]!r}" if len(self.fields) > 1 else self.learner(i)
+
+    def number(self, k: int) -> str:
+        """The coordinate, and its field where there are several."""
+        for name, width in self.fields:
+            if k < width:
+                return f"field {name!r}, coordinate {k}" if len(self.fields) > 1 else f"coordinate {k}"
+            k -= width
+        raise IndexError(k)
+
+    def place(self, index: int) -> str:
+        """Of a number, by its index in `(learners, rounds, numbers)`."""
+        i, t, k = np.unravel_index(index, (len(self.learners), self.rounds, self.numbers))
+        return f"{self.learner(int(i))}, round {t}, {self.number(int(k))}"
+
+
+# ---- instruments -----------------------------------------------------------------------------------------------------
+
+
+class Instrument(ABC):
+    """One class of tests: sees every run once, in whole runs, and keeps what adds up.
+
+    Attributes:
+        part: of the error budget, which all of its tests share.
+    """
+
+    part: ClassVar[Part]
+
+    def expect(self, share: float) -> None:  # noqa: B027  most keep as much of few runs as of many
+        """It is to see such a share of all runs, and to be merged with what sees the others."""
+
+    @abstractmethod
+    def add(self, block: Block) -> None:
+        """Look at some more runs; blocks of one audit have the same learners, rounds and fields."""
+
+    @abstractmethod
+    def merge(self, other: Self) -> None:
+        """Take in what another one keeps of other runs."""
+
+    @abstractmethod
+    def tests(self) -> list[Test]:
+        """What all runs come to; no level is set yet."""

@@ -1,0 +1,356 @@
+"""The lattice: messages are on it, and cover it evenly, down to the last bit.
+
+A discrete Laplace number K is as likely as -1 - K, up to the spacing over the scale; so every bit of its two's complement is
+fair. Its low 32 bits are uniform together, and stay so whatever is added to them that was known before the draw: so are those of
+what a replay finds, K', and of the message, a. Noise that was drawn coarser, or rounded to a short mantissa, has too many zeros.
+
+Numbers are independent of each other, and so are their bits, however they are added modulo two: bits that alternate from number
+to number, and noise that is split into shares, show there and nowhere else. `uniforms` tests the random words behind the noise.
+
+Bits are counted from the lowest one that is resolved: where a scale is so close to a power of two that the learner's spacing may
+be twice the one assumed, one bit is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
+
+import numpy as np
+from scipy import stats
+
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.p_values import Judged, binomial, by_place, dyadic, even, pooled, worst
+from sottovoce_core.auditing.conformance.residuals import ByteArray
+
+_MOST_LOST = 4
+"""Numbers with more unresolved bits than this are left out: the 32 bits above those are not uniform any more."""
+
+_STARTS = (0, 4, 8, 12, 16, 20, 24, 32)
+"""First bits of the bytes that are counted; the last one is there for its bits alone, which are fair, but not independent."""
+
+_UNIFORM = 7
+"""Bytes that are uniform, also in the message: those below 2^32."""
+
+_ZEROS = 32
+"""Most trailing zeros that are tested."""
+
+_PRECISIONS = range(6, 38)
+"""Lengths of mantissas that are tested, in bits."""
+
+_SHORT = 4
+"""Mantissas are looked at where a number has so many trailing zeros or more, as one in 16 has."""
+_LOW = 2**_SHORT - 1
+_LONG = range(38, 54)
+"""And where it has so many bits, as nine in ten have: shorter ones end in few bits too often by chance."""
+_WORD = 64
+
+_TOGETHER = ("next coordinates", "next rounds", "next learners", "all of a message", "all learners")
+"""Numbers whose bits are added modulo two."""
+
+_SIGN = 32
+"""The bit in whose place the sign is looked at, above those that are uniform."""
+
+_DIGITS = np.arange(256)[:, None] >> np.arange(8) & 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What K', or a, comes to in some runs; places are learners, each field by itself.
+
+    Attributes:
+        bytes: `(places, 8, 256)` numbers by each byte at `_STARTS`; of a only where they are uniform.
+        zeros: `(places, 33)` numbers with at least so many trailing zeros.
+        messages: `(numbers + 1, 65)` messages by the numbers judged, and by the fewest trailing zeros among these.
+        coarsest: the most bits that are zero in all of one message, and where.
+    """
+
+    bytes: IntArray
+    zeros: IntArray
+    messages: IntArray
+    coarsest: tuple[int, str] = (0, "")
+
+    @classmethod
+    def blank(cls, places: int, numbers: int) -> Self:
+        """Of no run."""
+        kept = (places, len(_STARTS), 256), (places, _ZEROS + 1), (numbers + 1, _WORD + 1)
+        bytes_, zeros, messages = (np.zeros(shape, np.int64) for shape in kept)
+        return cls(bytes_, zeros, messages)
+
+    def joined(self, other: Self) -> Self:
+        """With those of other runs."""
+        added = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[:-1]}
+        return type(self)(**added, coarsest=max(self.coarsest, other.coarsest))
+
+    def with_place(self, place: int, name: str, own: _Judged, starts: Sequence[int]) -> Self:
+        """With a piece of one of the places, which has this name; its arrays are changed."""
+        counted, ending = _counted(own.chosen, starts), _trailing(own.ends)
+        self.bytes[place] += counted
+        zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
+        zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
+        self.zeros[place] += zeros
+        # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
+        fewest, shape = _trailing(np.bitwise_or.reduce(own.words, axis=-1)), self.messages.shape
+        numbers = np.broadcast_to(own.numbers, fewest.shape)
+        cells = (numbers * shape[1] + fewest).reshape(-1)
+        np.add(self.messages, np.bincount(cells, minlength=math.prod(shape)).reshape(shape), out=self.messages)
+        bits = numbers * np.minimum(fewest, _ZEROS)
+        t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
+        return replace(self, coarsest=max(self.coarsest, (int(bits.max()), f"{name}, round {t}")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Words of one field of one learner in some runs, without the bits that are lost.
+
+    Attributes:
+        words: `(rounds, runs, numbers)`; 0 where nothing is judged.
+        numbers: `(rounds, runs)` how many of a message are judged, or one number for all.
+        chosen: those that are judged, in one row.
+        ends: of these, those that have `_SHORT` trailing zeros or more.
+    """
+
+    words: IntArray
+    numbers: IntArray | int
+    chosen: IntArray
+    ends: IntArray
+
+    @classmethod
+    def of(cls, words: IntArray, lost: ByteArray) -> Self:
+        """Of `(rounds, runs, numbers)`."""
+        if not lost.any():
+            own = np.ascontiguousarray(words)
+            chosen, numbers = own.reshape(-1), words.shape[-1]
+            return cls(own, numbers, chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
+        judged = lost <= _MOST_LOST
+        own = np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0)
+        chosen = own[judged]
+        return cls(own, judged.sum(axis=-1), chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
+
+
+def _together(block: Block) -> IntArray:
+    """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
+    found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
+    for _, part in block.by_runs():
+        lost = part.lost
+        whole = not lost.any()
+        judged = np.broadcast_to(True, lost.shape) if whole else lost <= _MOST_LOST
+        own = part.steps if whole else np.where(judged, part.steps >> np.where(judged, lost, 0).astype(np.int64), 0)
+        words = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
+        for _, field in block.parts():
+            found += _added(words[..., field], judged[..., field], whole=whole)
+    return found
+
+
+def _added(own: IntArray, known: BoolArray, *, whole: bool) -> IntArray:
+    """`_together` of a field in some runs; `whole`: all of it is known."""
+    found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
+    for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
+        one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
+        sums = one[1:] ^ one[:-1]
+        found[kind] = _counted(sums.reshape(-1) if whole else sums[there[1:] & there[:-1]])
+    for kind, axis in ((3, 3), (4, 0)):
+        if own.shape[axis] > 2:  # of two they are neighbours
+            sums = np.bitwise_xor.reduce(own, axis=axis)
+            everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
+            found[kind] = _counted(sums.reshape(-1) if whole else sums[everywhere])
+    return found
+
+
+def _mantissas(own: _Judged) -> IntArray:
+    """`(64, 65)` numbers K' by length, and by that of what stands before the zeros in which they end; in the last column, all."""
+    found = np.zeros((_WORD, _WORD + 1), np.int64)
+    length = _length(own.ends)
+    before = np.maximum(length - _trailing(own.ends), 0)
+    found[:, :-1] = np.bincount(length * _WORD + before, minlength=_WORD**2).reshape(_WORD, _WORD)
+    exponents = np.bincount(_exponents(own.chosen), minlength=_ONE + _WORD)
+    found[0, -1], found[1:, -1] = exponents[0], exponents[_ONE : _ONE + _WORD - 1]
+    return found
+
+
+def _counted(words: IntArray, starts: Sequence[int] = _STARTS) -> IntArray:
+    """`_Words.bytes` at these of `_STARTS`: two bytes from every count of 12 bits, which is what memory holds close by."""
+    found = np.zeros((len(_STARTS), 256), np.int64)
+    for k in range(0, 6, 2):
+        twelve = np.bincount(_cut(words, starts[k], 4095), minlength=4096)
+        found[k], found[k + 1] = twelve.reshape(16, 256).sum(axis=0), twelve.reshape(256, 16).sum(axis=1)
+    for k in range(6, len(starts)):
+        found[k] = np.bincount(_cut(words, starts[k], 255), minlength=256)
+    return found
+
+
+def _cut(words: IntArray, start: int, mask: int) -> IntArray:
+    bits = words >> start
+    bits &= mask
+    return bits
+
+
+_ONE = 1023
+"""The exponent of 1 in float64."""
+
+
+def _exponents(words: IntArray) -> IntArray:
+    """Of K, or of -1 - K if it is negative, as float64 has it; 0 for 0."""
+    sizes = words >> 63
+    sizes ^= words
+    exponents: IntArray = sizes.astype(np.float64).view(np.int64)
+    exponents >>= 52
+    return exponents
+
+
+def _length(words: IntArray) -> IntArray:
+    """Bits of K, or of -1 - K if it is negative; 0 for 0. Below 2^53 they follow from the exponent of a float64 number."""
+    length: IntArray = np.maximum(_exponents(words) - (_ONE - 1), 0)
+    return length
+
+
+def _trailing(words: IntArray) -> IntArray:
+    """How many zeros they end in; 64 for 0."""
+    lowest = np.frexp((words & -words).astype(np.float64))[1].astype(np.int64) - 1
+    return np.where(words == 0, _WORD, lowest)
+
+
+class Lattice(Instrument):
+    """The lattice: messages are on it, and cover it evenly, down to the last bit."""
+
+    part: ClassVar[Part] = "lattice"
+
+    def __init__(self) -> None:
+        self._places: tuple[str, ...] = ()
+        self._off: IntArray | None = None
+        self._words: tuple[_Words, ...] = ()
+        self._mantissas = np.zeros((_WORD, _WORD + 1), np.int64)
+        self._together = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
+
+    def add(self, block: Block) -> None:
+        off = np.array([np.count_nonzero(each[..., part]) for each in block.off for _, part in block.parts()])
+        if not off.any() and (block.lost > _MOST_LOST).all():
+            return
+        self._places = tuple(f"{learner}, field {name!r}" for learner in block.learners for name, _ in block.parts())
+        steps, said = (_Words.blank(len(self._places), block.values.shape[-1]) for _ in range(2))
+        mantissas = np.zeros_like(self._mantissas)
+        for learner, _, piece in block.pieces():
+            for place, (_, part) in enumerate(block.parts(), learner * len(block.fields)):
+                lost, name = piece.lost[0, ..., part], self._places[place]
+                noise = _Judged.of(piece.steps[0, ..., part], lost)
+                steps = steps.with_place(place, name, noise, _STARTS)
+                said = said.with_place(place, name, _Judged.of(piece.said[0, ..., part], lost), _STARTS[:_UNIFORM])
+                mantissas += _mantissas(noise)
+        self._take(off, (steps, said), mantissas)
+        if block.close:
+            self._together = self._together + _together(block)
+
+    def merge(self, other: Self) -> None:
+        if other._off is not None:
+            self._places = other._places
+            self._take(other._off, other._words, other._mantissas)
+            self._together = self._together + other._together
+
+    def _take(self, off: IntArray, words: tuple[_Words, ...], mantissas: IntArray) -> None:
+        self._off = off if self._off is None else self._off + off
+        pairs = zip(self._words, words, strict=True) if self._words else ()
+        self._words = tuple(mine.joined(its) for mine, its in pairs) or words
+        self._mantissas = self._mantissas + mantissas
+
+    def tests(self) -> list[Test]:
+        if self._off is None:
+            return []
+        steps, said = self._words
+        off, at = int(self._off.sum()), self._places[int(self._off.argmax())]
+        what = "all noise is on its lattice"
+        return [
+            Test("lattice", what, float(off), float(off == 0), at if off else "", primary=False),
+            *self._covered("", "the noise", steps, _bits),
+            *self._covered("said ", "messages", said, _uniform_bits),
+            *_precise(self._mantissas),
+            *_independent(self._together),
+        ]
+
+    def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], Judged]) -> Iterator[Test]:
+        """That all of the lattice is used: of K', or of a."""
+        kinds = (
+            ("bits", f"every bit of {of} is fair", bits, words.bytes, "bit {}".format, True),
+            ("trailing zeros", f"{of} ends in zeros by chance", _ending, words.zeros, _at_least, not prefix),
+            ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
+        )
+        for name, what, judge, counts, detail, primary in kinds:
+            yield from pooled(prefix + name, what, judge, counts, detail, primary=primary)
+            yield from by_place(f"learner {prefix}{name}", what, judge, counts, self._places, detail)
+        yield from _coarse(prefix + "coarse messages", f"no message of {of} is coarser", words)
+
+
+def _bits(counts: IntArray) -> Judged:
+    """Ones among 40 bits of `bytes`."""
+    ones = np.einsum("pbv,vk->pbk", counts[:, [0, 2, 4, 6, 7]], _DIGITS).reshape(len(counts), -1)
+    tries = counts[:, 0].sum(axis=-1)[:, None]
+    return ones / np.maximum(tries, 1), np.where(tries > 0, binomial(ones, tries, 0.5), np.nan)
+
+
+def _independent(counts: IntArray) -> list[Test]:
+    """Bits that are added modulo two are as fair as each of them."""
+    share, p_values = (each[:, : _SIGN + 1] for each in _bits(counts))
+
+    def where(index: tuple[int, ...]) -> str:
+        return f"{'signs' if index[1] == _SIGN else f'bit {index[1]}'} of {_TOGETHER[index[0]]}"
+
+    return worst("bits together", "bits of the noise are independent from number to number", (share, p_values), where)
+
+
+def _uniform_bits(counts: IntArray) -> Judged:
+    """The first 32 of them."""
+    share, p_values = _bits(counts)
+    return share[:, :32], p_values[:, :32]
+
+
+def _bytes(counts: IntArray) -> Judged:
+    """Of numbers below 2^32: every four bits, and every eight."""
+    low = counts[:, :_UNIFORM].reshape(len(counts), _UNIFORM, 16, 16)
+    nibbles = np.concatenate([low.sum(axis=2), low[:, -1:].sum(axis=3)], axis=1)
+    found = even(nibbles), even(counts[:, :_UNIFORM])
+    return np.hstack([each[0] for each in found]), np.hstack([each[1] for each in found])
+
+
+def _digits(k: int) -> str:
+    first, width = (4 * k, 4) if k <= _UNIFORM else (_STARTS[k - _UNIFORM - 1], 8)
+    return f"bits {first} to {first + width - 1}"
+
+
+def _ending(counts: IntArray) -> Judged:
+    """Of `zeros`."""
+    return dyadic(counts, most=_ZEROS)
+
+
+def _at_least(k: int) -> str:
+    return f"{k + 1} zeros or more"
+
+
+def _coarse(name: str, what: str, words: _Words) -> list[Test]:
+    """Messages all of whose numbers end in zeros, of n numbers with probability `2^-jn`: too many, for the worst j."""
+    if not words.messages[2:].any():
+        return []  # a message of one number is that number
+    numbers, levels = np.arange(1, len(words.messages)), np.arange(1, _ZEROS + 1)
+    expected = words.messages[1:].sum(axis=1) @ np.exp2(-np.outer(numbers, levels))
+    found = words.messages[1:].sum(axis=0)[::-1].cumsum()[::-1][levels]
+    where = words.coarsest[1]
+    return worst(name, what, (found[None], _too_many(found, expected)[None]), lambda _: where)
+
+
+def _precise(mantissas: IntArray) -> list[Test]:
+    """Numbers with mantissas of few bits: of those of length B, `2^-(B - p)` have at most p before the zeros; for the worst p."""
+    lengths, precisions = np.array(_LONG), np.array(_PRECISIONS)
+    if not mantissas[lengths, -1].any():
+        return []
+    expected = mantissas[lengths, -1] @ np.exp2(-np.maximum(lengths[:, None] - precisions, _SHORT))
+    found = mantissas[lengths, :-1].sum(axis=0).cumsum()[precisions]
+    what = "no number was rounded to a short mantissa"
+    judged = found[None], _too_many(found, expected)[None]
+    return worst("mantissas", what, judged, lambda k: f"{_PRECISIONS[k[1]]} bits or fewer", primary=True)
+
+
+def _too_many(found: IntArray, expected: FloatArray) -> FloatArray:
+    """Poisson's upper tail; it bounds that of a sum of rare events."""
+    return np.asarray(stats.poisson.sf(found - 1, expected))

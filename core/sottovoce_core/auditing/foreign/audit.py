@@ -1,0 +1,241 @@
+"""The audit without an algorithm: captured runs of two worlds, of a service that is not ours, or by a wiretap.
+
+The coin of every run is the user's. Bounds are those of the black box, at the whole of alpha. What is said twice is no bound on
+epsilon: it never refutes a claim, but keeps it from being called consistent. Timing is shown and not judged, where each world has
+processes of its own: two differ in it whatever they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.auditing.blackbox import TESTED, attack, level, split, tested
+from sottovoce_core.auditing.bounds import BLIND, OF_NOISE, Bound, Levels, epsilon_lower_bound, runs_to_show
+from sottovoce_core.auditing.foreign.repeats import Sign, signs
+from sottovoce_core.auditing.foreign.views import Leak, answer_views, leaks
+from sottovoce_core.auditing.verdict import Findings, Verdict, decide
+from sottovoce_core.auditing.views import Conversation, decoded, timing, views
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.optional import import_extra
+
+if TYPE_CHECKING:
+    from sottovoce_core.auditing.foreign.noise import NoiseClaim, NoiseFound
+
+
+_UNFAIR = 1e-3
+"""Coins that a fair one gives less often than this are doubted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAudit:
+    """What was found, and what may be said.
+
+    Attributes:
+        runs: of each world, after runs were left out to make both as frequent.
+        left_out: how many were.
+        in_turns: the worlds follow each other as coins do. If not, what drifts with time tells them apart, too.
+        timed: guesses by timing; none where times are judged with the rest.
+        signs: what was said twice.
+        messages: of a run, among which epsilon may be divided.
+        leaks: the numbers that tell the worlds apart most, where a classifier does.
+        noise: what came of the claimed noise; None: none is claimed.
+        found: guesses by all that is judged.
+        verdict: on the claim.
+    """
+
+    runs: tuple[int, int]
+    left_out: int
+    in_turns: bool
+    timed: tuple[Bound, ...]
+    signs: tuple[Sign, ...]
+    messages: int
+    leaks: tuple[Leak, ...]
+    noise: NoiseFound | None
+    found: Findings
+    verdict: Verdict
+
+    @property
+    def most(self) -> float:
+        """The bound if every guess were right."""
+        return self.found.most
+
+
+def audit_conversations(
+    runs: Sequence[Conversation],
+    *,
+    claim: float = math.inf,
+    delta: float = 0.0,
+    noise: Mapping[str, NoiseClaim] | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    one_machine: bool = False,
+    void: str = "",
+    say: Callable[[str], None] = lambda what: None,
+) -> ForeignAudit:
+    """Audit captured runs.
+
+    Args:
+        runs: of both worlds, each in a world that a fair coin chose.
+        claim: epsilon that is claimed for a run; infinite: nothing is.
+        delta: at which it is claimed, and bounded.
+        noise: what is claimed of the noise in decoded fields, by name; empty: nothing is.
+        confidence: with which a claim that holds is not refuted.
+        seed: of the split and the classifiers.
+        one_machine: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
+            at all is a sign, for numbers alone need do so, and nobody sees them.
+        void: why the coins are none; empty: they may be fair.
+        say: told what is being done.
+
+    Raises:
+        CaptureError: a world has no run.
+        SpecError: scipy or scikit-learn are not installed; or noise is claimed of a field that there is not.
+    """
+    for extra, package in (("scipy.stats", "scipy"), ("sklearn", "scikit-learn")):
+        import_extra(extra, package, "an audit")
+    from sottovoce_core.auditing.foreign.noise import examine
+    from sottovoce_core.auditing.foreign.power import messages_of
+
+    levels = Levels(1.0 - confidence, OF_NOISE if noise else BLIND)
+    dropped, boxed, clocked, spread = np.random.SeedSequence(seed).spawn(4)
+    kept = _balanced(sorted(runs, key=lambda run: run.began), np.random.default_rng(dropped))
+    worlds = np.array([run.world for run in kept], dtype=np.int64)
+    in_turns = _in_turns(worlds)
+    say("looking for what is said twice")
+    seen = signs(kept)
+    noised = None
+    if noise:
+        say("testing the noise")
+        noised = examine(kept, noise, levels, np.random.default_rng(spread), claim, delta)
+    say("black box")
+    learnt, _ = split(len(kept), boxed)
+    clocks, answers = timing(kept), answer_views(kept, learnt)
+    seen_in = views(kept) | _spread_views(kept, learnt) | {name: view for name, (view, _) in answers.items()}
+    seen_in |= clocks if one_machine else {}
+    bounds = [each.bound for each in attack(seen_in, worlds, levels, claim, boxed, delta)]
+    shown = leaks(kept, seen_in, worlds, bounds, {name: names for name, (_, names) in answers.items()})
+    guesses = tested(len(kept))
+    decided = noised is not None and noised.decides
+    found = Findings(
+        runs=len(kept) // 2,
+        levels=levels,
+        claim=claim,
+        tests=() if noised is None else noised.tests,
+        bounds=tuple(_named(bound, shown) for bound in bounds),
+        signs=tuple(map(str, seen)),
+        needed=0 if decided or math.isinf(claim) else runs_to_show(claim, level(levels), TESTED, delta),
+        proviso="" if in_turns else ", if nothing but the world changed between them",
+        void=void,
+        most=epsilon_lower_bound(guesses, guesses, level(levels), delta, guesses),
+        delta=delta,
+    )
+    messages = messages_of(kept)
+    if one_machine:
+        found = replace(found, signs=(*found.signs, *_apart(found)))
+    elif 0.0 < claim < math.inf:
+        found = _with_power(found, len(kept), messages, noised)
+    timed = (
+        () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked, delta))
+    )
+    counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
+    return ForeignAudit(
+        counts, len(runs) - len(kept), in_turns, timed, seen, messages, shown, noised, found, decide(found)
+    )
+
+
+def _spread_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, FloatArray]:
+    """Views that see how far numbers lie from their middle: noise of another size tells a world, too.
+
+    Args:
+        runs: what passed.
+        learnt: the runs that may be learnt from, whose medians are the middle.
+    """
+    found = {}
+    for field, values in decoded(runs).items():
+        if not values.size:
+            continue
+        far = np.abs(values - np.median(values[learnt], axis=0))
+        usual = np.median(far[learnt], axis=0)
+        size = np.clip(np.divide(far, usual, out=np.zeros_like(far), where=usual > 0.0), 0.0, 20.0)
+        found[f"spread of {field}"] = size.reshape(len(runs), -1)
+        parts = np.stack([size, np.log(size + 1e-3), size**2], axis=-1)
+        each = parts.mean(axis=2).reshape(len(runs), -1)
+        means = [size.mean(axis=1), each, parts.mean(axis=(1, 2))]
+        found[f"mean spread of {field}"] = np.concatenate(means, axis=1)
+    return found
+
+
+def _named(bound: Bound, shown: Sequence[Leak]) -> Bound:
+    """A bound with the number that shows most in its view."""
+    where = next((str(leak) for leak in shown if leak.view == bound.view), "")
+    return replace(bound, where=where) if where and bound.value > 0.0 else bound
+
+
+def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | None) -> Findings:
+    """With what would have been found, and the plainest violation that would not."""
+    from sottovoce_core.auditing.foreign import power
+
+    guesser = power.Power(found.claim, found.delta, messages, found.levels)
+    reaches = tuple(power.reaches(guesser, found.claim, runs, found.levels, messages, found.delta))
+    if noised is not None and noised.numbers:
+        reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
+        if noised.decides:
+            halved = power.finds_half(noised.numbers, found.levels)
+            return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
+    blind = ""
+    if found.needed <= found.runs and not guesser.finds(2.0, runs):
+        many = guesser.runs_for(2.0)
+        needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
+        blind = "a service with half of its noise"
+        if noised is not None:
+            moved = f"numbers of {', '.join(noised.undecided)}" if noised.undecided else "messages"
+            blind = f"a record that moves {moved} twice as far"
+        blind = f"{blind} (the best of guessers needs {needed})"
+    return replace(found, reaches=reaches, blind=blind)
+
+
+def _apart(found: Findings) -> tuple[str, ...]:
+    """That the worlds differ, where a claim of more allows that; said of worlds that do not with probability alpha at most."""
+    who, bound = found.best
+    if bound == 0.0 or bound > found.claim:  # more than that is no sign, but evidence
+        return ()
+    return (
+        f"{who} tells the worlds apart (epsilon is above {bound:.3g}), and nothing that passes need do so but numbers",
+    )
+
+
+def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> list[Conversation]:
+    """Runs as a fair coin would have them: of a world that is too frequent, a random part.
+
+    Raises:
+        CaptureError: a world has no run.
+    """
+    worlds = np.array([run.world for run in runs], dtype=np.int64)
+    ones, total = int(worlds.sum()), len(runs)
+    if ones in (0, total):
+        raise CaptureError(f"an audit needs runs of both worlds, got {total - ones} of world 0 and {ones} of world 1")
+    binomial = import_extra("scipy.stats", "scipy", "an audit").binom
+    if 2.0 * float(binomial.cdf(min(ones, total - ones), total, 0.5)) >= _UNFAIR:
+        return list(runs)
+    common = int(2 * ones > total)
+    share = min(ones, total - ones) / max(ones, total - ones)
+    keep = (worlds != common) | (generator.random(total) < share)
+    return [run for run, kept in zip(runs, keep.tolist(), strict=True) if kept]
+
+
+def _in_turns(worlds: IntArray) -> bool:
+    """Whether the worlds change as often as coins would (Wald and Wolfowitz)."""
+    ones, total = int(worlds.sum()), len(worlds)
+    zeros = total - ones
+    if total < 10 or not ones or not zeros:
+        return True  # too few to say
+    mean = 1.0 + 2.0 * ones * zeros / total
+    spread = math.sqrt((mean - 1.0) * (mean - 2.0) / (total - 1.0))
+    changes = 1 + int((worlds[1:] != worlds[:-1]).sum())
+    norm = import_extra("scipy.stats", "scipy", "an audit").norm
+    return spread == 0.0 or float(norm.sf(abs(changes - mean) / spread)) * 2.0 >= _UNFAIR

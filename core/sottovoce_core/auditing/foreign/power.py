@@ -1,0 +1,182 @@
+"""What an audit of a service that is not ours could have found: formulas for the best of guessers, none of them a test.
+
+The best guesser knows the law of every run in both worlds. Classifiers have to learn it, so they show less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from scipy import optimize, special, stats
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.blackbox import level, tested
+from sottovoce_core.auditing.bounds import Levels, epsilon_lower_bound
+from sottovoce_core.auditing.verdict import Reach
+from sottovoce_core.auditing.views import Conversation
+
+_POWER = 0.9
+"""The probability with which what is named would have been found."""
+
+_LOSSES = 2**15
+"""Losses that stand for the law of a run's loss."""
+
+_SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
+"""Of the runs, the clearest, that the best guesser may guess."""
+
+_MAIN = 8
+"""Primary tests of single numbers share half of their level, about."""
+
+_MOST_RUNS = 2**20
+"""Of each world; with more nobody makes an audit."""
+
+
+def messages_of(runs: Sequence[Conversation]) -> int:
+    """Count the messages of a run among which epsilon may be divided: those of one direction that vary, of the median run."""
+    first: dict[tuple[str, int], bytes] = {}
+    varied = set[tuple[str, int]]()
+    for run in runs:
+        for key, digest in _places(run):
+            if first.setdefault(key, digest) != digest:
+                varied.add(key)
+    counts = [Counter(key[0].rpartition(" ")[2] for key, _ in _places(run) if key in varied) for run in runs]
+    return max(1, int(np.median([max(each.values(), default=0) for each in counts])))
+
+
+def _places(run: Conversation) -> Iterator[tuple[tuple[str, int], bytes]]:
+    count = Counter[str]()
+    for each in run.messages:
+        yield (each.place, count[each.place]), each.digest
+        count[each.place] += 1
+
+
+class Power:
+    """What so many runs show of a mechanism that loses more than is claimed.
+
+    The mechanism has Laplace noise on one number of each of some messages, among which epsilon is divided evenly; at a delta, it
+    has Gaussian noise, for which it is all the same how many messages there are.
+    """
+
+    def __init__(self, claim: float, delta: float, messages: int, levels: Levels) -> None:
+        """Of audits of this claim.
+
+        Args:
+            claim, delta: what is claimed of a run.
+            messages: that share it.
+            levels: of the audit.
+        """
+        self._claim, self._delta, self._messages, self._level = claim, delta, messages, level(levels)
+        generator = np.random.default_rng(0)
+        if delta > 0.0:
+            self._noise = stats.norm.ppf((np.arange(_LOSSES) + 0.5) / _LOSSES)[:, None]
+        else:
+            self._noise = generator.laplace(size=(_LOSSES, messages))
+
+    def losses(self, factor: float) -> FloatArray:
+        """Losses of runs whose noise is the claimed one divided by a factor."""
+        if self._delta > 0.0:
+            shift = factor * _gaussian_shift(self._claim, self._delta)
+            losses: FloatArray = shift * self._noise[:, 0] + shift**2 / 2.0
+            return losses
+        shift = factor * self._claim / self._messages
+        return np.asarray((np.abs(self._noise + shift) - np.abs(self._noise)).sum(axis=1))
+
+    def finds(self, factor: float, runs: int) -> bool:
+        """Whether the best guesser shows, nine times in ten, more than the claim of such noise; runs of both worlds."""
+        return self.shown(factor, runs) > self._claim
+
+    def shown(self, factor: float, runs: int) -> float:
+        """The bound on epsilon that the best guesser shows of such noise, nine times in ten; runs of both worlds."""
+        losses, guesses = self.losses(factor), tested(runs)
+        sizes, best = np.abs(losses), 0.0
+        for share in _SHARES:
+            least = min(float(np.quantile(sizes, 1.0 - share)), float(sizes.max()) * (1.0 - 1e-9))
+            guessed = sizes >= least
+            made = int(guesses * guessed.mean())
+            right = int(stats.binom.ppf(1.0 - _POWER, made, float((losses[guessed] > 0.0).mean()))) if made else 0
+            best = max(best, epsilon_lower_bound(right, made, self._level, self._delta, guesses))
+        return best
+
+    def least(self, runs: int) -> float:
+        """The smallest factor that is found; infinite: none up to 1,000 is."""
+        factors = np.geomspace(1.02, 1000.0, 200).tolist()
+        low, high = 0, len(factors)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.finds(factors[middle], runs) else (middle + 1, high)
+        return factors[low] if low < len(factors) else math.inf
+
+    def runs_for(self, factor: float) -> float:
+        """Runs of each world with which such a factor is found, to a tenth; infinite: more than anybody makes."""
+        runs = 16.0
+        while not self.finds(factor, 2 * int(runs)):
+            runs *= 1.1
+            if runs > _MOST_RUNS:
+                return math.inf
+        return int(float(f"{runs:.2g}"))
+
+
+def _gaussian_shift(epsilon: float, delta: float) -> float:
+    """How many standard deviations apart Gaussian noise may put the worlds (Balle and Wang 2018)."""
+    return float(optimize.brentq(lambda shift: _gaussian_delta(shift, epsilon) - delta, 1e-9, 1e3 + 10.0 * epsilon))
+
+
+def gaussian_epsilon(shift: float, delta: float) -> float:
+    """Epsilon at a delta of Gaussian noise whose worlds are so many standard deviations apart; infinite at delta 0."""
+    if shift == 0.0 or _gaussian_delta(shift, 0.0) <= delta:
+        return 0.0
+    if delta == 0.0:
+        return math.inf
+    most = shift**2 / 2.0 + shift * math.sqrt(2.0 * math.log(1.0 / delta))
+    return float(optimize.brentq(lambda epsilon: _gaussian_delta(shift, epsilon) - delta, 0.0, most))
+
+
+def _gaussian_delta(shift: float, epsilon: float) -> float:
+    far = float(special.log_ndtr(-shift / 2.0 - epsilon / shift))
+    return float(special.ndtr(shift / 2.0 - epsilon / shift)) - math.exp(min(epsilon + far, 700.0))
+
+
+def reaches(power: Power, claim: float, runs: int, levels: Levels, messages: int, delta: float) -> Iterator[Reach]:
+    """What would have been found by guesses alone, nine times in ten.
+
+    Args:
+        power: of the audit.
+        claim, delta: what is claimed.
+        runs: of both worlds.
+        levels: of the audit.
+        messages: that share epsilon.
+    """
+    factor = power.least(runs)
+    if math.isfinite(factor):
+        law = "Gaussian" if delta else "Laplace"
+        spread = f", divided among {messages:,} messages" if messages > 1 and not delta else ""
+        text = f"a service with {100 / factor:.2g} % of the {law} noise that the claim needs{spread} (by the best of guessers)"
+        yield Reach("classifiers", factor, text)
+    guesses = tested(runs)
+    for right in range(1, guesses + 1):
+        if epsilon_lower_bound(right, right, level(levels), delta, guesses) > claim:
+            # So many right guesses, nine times in ten, of runs of world 1 that have the mark.
+            share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
+            if share < 1.0:
+                yield Reach(
+                    "worlds",
+                    share,
+                    f"a mark that {100 * share:.2g} % of the runs of one world have, and none of the other",
+                )
+            return
+
+
+def scale_reach(numbers: int, levels: Levels) -> Reach:
+    """The smallest error of the scale of claimed noise that is found."""
+    normal = stats.norm.isf(levels.of("conformance", "marginal", _MAIN) / 2.0) + stats.norm.isf(1.0 - _POWER)
+    error = float(normal) / math.sqrt(numbers)
+    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
+
+
+def finds_half(numbers: int, levels: Levels) -> bool:
+    """Whether half of the claimed noise is found, in so many numbers."""
+    least = special.gammaincinv(numbers, levels.of("conformance", "marginal", _MAIN) / 2.0)
+    return float(special.gammainc(numbers, 2.0 * least)) >= _POWER

@@ -1,0 +1,217 @@
+"""Noticing at once what must never happen on a channel, message by message, while a run goes on.
+
+The rules, all of which hold with certainty for learners that do what they say, whatever their data and their noise:
+
+- `decoding`: a message is one of this run's, in its one encoding, with finite numbers; so is the hello before it.
+- `impostor`: a learner speaks as itself.
+- `length`: every message has the same number of bytes; where the run's fields are known, `decoding` says so.
+- `turn`: a stream carries the rounds in which its receiver hears its sender, each once, in order; it begins with the first
+  one that the receiver said it lacked.
+- `again`: a round said once more, after a reconnect, is the same bytes: fresh noise on one state would average out.
+- `equivocation`: every neighbour hears the same bytes.
+- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`algorithms.interface.OnLattice`).
+
+What holds with high probability only, such as the law of the noise, is for `conformance`, after the run. Memory is bounded: of
+the messages longest ago nothing is known any more, and nothing that they contradict is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.running.transcript import KEPT, Recent, Versions
+from sottovoce_core.text import called
+
+_Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that must never happen.
+
+    Attributes:
+        kind: which rule is broken.
+        sender, receiver: whose message, and who got it.
+        round: that it says it is for; None where it cannot be decoded.
+        text: one line, for people.
+    """
+
+    kind: _Kind
+    sender: int
+    receiver: int
+    round: int | None
+    text: str
+
+    @property
+    def contradicts(self) -> bool:
+        """Two contents of one round were sent, whose difference no noise hides."""
+        return self.kind in ("again", "equivocation")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message as it was overheard.
+
+    Attributes:
+        sender, receiver: by the channel it came on.
+        stream: number of the stream on that channel; 0: none, the order is not known.
+        claimed: who the message says is speaking.
+        round: that it says it is for.
+        fields: the numbers in it.
+        digest: of its bytes.
+        size: number of its bytes.
+    """
+
+    sender: int
+    receiver: int
+    stream: int
+    claimed: int
+    round: int
+    fields: Mapping[str, FloatArray]
+    digest: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a run before it begins; the defaults are for one of which nothing is.
+
+    Attributes:
+        length: bytes of a message; None: as the first one of its sender.
+        due: (sender, receiver, t) to the first round from t on in which the receiver hears the sender, None for no more;
+            where it is not known, rounds must increase.
+        lattice: (learner, round) to the spacing of each field that is on a lattice.
+        names: of the learners, by index; those that are not known are told by their index.
+    """
+
+    length: int | None = None
+    due: Callable[[int, int, int], int | None] | None = None
+    lattice: Callable[[int, int], Mapping[str, float]] = lambda learner, t: {}
+    names: Sequence[str] = ()
+
+    def called(self, learner: int) -> str:
+        """A learner's name."""
+        return called(self.names, learner)
+
+
+class Noticing:
+    """All channels of a run.
+
+    Args:
+        expected: what is known beforehand; it may be told later.
+        kept: rounds of a learner, and streams, that are remembered.
+    """
+
+    def __init__(self, expected: Expected, kept: int = KEPT) -> None:
+        self.expected = expected
+        self._versions: Versions[tuple[int, int]] = Versions(kept)
+        self._receivers: Recent[tuple[int, int], dict[int, bytes]] = Recent(kept)  # and what each of them heard first
+        self._next: Recent[tuple[int, int, int], int] = Recent(kept)
+        self._lengths: Recent[int, int] = Recent(kept)
+
+    def promised(self, sender: int, receiver: int, stream: int, t: int) -> None:
+        """A stream was opened on which the receiver lacks the rounds from t on."""
+        self._next[sender, receiver, stream] = t
+
+    def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Notice, ...]:
+        """A message came that cannot be decoded."""
+        self._next.pop((sender, receiver, stream), None)  # it may have been any round
+        return (Notice("decoding", sender, receiver, None, f"{self._way(sender, receiver)}: {why}"),)
+
+    def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
+        """A message was heard; it is known from now on."""
+        key = sender, t
+        first = self._versions.first(key, digest)
+        receivers = self._receivers.get(key)
+        if receivers is None:
+            receivers = self._receivers[key] = {}
+        receivers.setdefault(receiver, first if first == digest else digest)  # one object for all who heard the same
+
+    def heard_before(self, said: Said) -> bool:
+        """True when its receiver heard these bytes of this round before, as it does after a reconnect."""
+        return self._receivers.get((said.sender, said.round), {}).get(said.receiver) == said.digest
+
+    def heard(self, said: Said) -> tuple[Notice, ...]:
+        """A message came; what is wrong with it."""
+        found = [*self._length(said), *self._turn(said)]
+        if said.claimed != said.sender:
+            found.insert(0, self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
+        key = said.sender, said.round
+        other = self._versions.first(key, said.digest) != said.digest
+        receivers = self._receivers.get(key, {})
+        if other:
+            found.append(self._contradiction(said, receivers))
+        if other or not receivers:  # else these bytes have been looked at
+            found += self._lattice(said)
+        self.remember(said.sender, said.receiver, said.round, said.digest)
+        return tuple(found)
+
+    def _length(self, said: Said) -> list[Notice]:
+        usual = self.expected.length
+        if usual is None:
+            usual = self._lengths.get(said.sender)
+        if usual is None:
+            self._lengths[said.sender] = usual = said.size
+        return (
+            [] if said.size == usual else [self._finding("length", said, f"{said.size} bytes; all others have {usual}")]
+        )
+
+    def _turn(self, said: Said) -> list[Notice]:
+        if said.stream == 0:
+            return []
+        place = said.sender, said.receiver, said.stream
+        earliest = self._next.get(place)
+        self._next[place] = said.round + 1
+        if earliest is None:
+            return []
+        if self.expected.due is None:
+            right, wanted = said.round >= earliest, f"round {earliest} or later"
+        else:
+            due = self.expected.due(said.sender, said.receiver, earliest)
+            right, wanted = said.round == due, "no round" if due is None else f"round {due}"
+        return (
+            []
+            if right
+            else [self._finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
+        )
+
+    def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
+        if said.receiver in receivers:
+            return self._finding("again", said, "said once more to the same neighbour, in other bytes")
+        others = ", ".join(map(self.expected.called, sorted(receivers)[:3]))
+        return self._finding("equivocation", said, f"other bytes than {others} heard")
+
+    def _lattice(self, said: Said) -> list[Notice]:
+        found = []
+        for name, spacing in self.expected.lattice(said.sender, said.round).items():
+            values = np.ravel(said.fields[name])
+            off = np.flatnonzero(_off_lattice(values, spacing))
+            if len(off):
+                first = f"{name}[{off[0]}] = {float(values[off[0]])!r}"
+                count = f"{len(off)} of {len(values)}" if len(off) > 1 else "one"
+                text = f"{count} off the lattice of spacing {spacing:g}, {first}"
+                found.append(self._finding("lattice", said, text))
+        return found
+
+    def _way(self, sender: int, receiver: int) -> str:
+        return f"{self.expected.called(sender)} to {self.expected.called(receiver)}"
+
+    def _finding(self, kind: _Kind, said: Said, what: str) -> Notice:
+        text = f"{self._way(said.sender, said.receiver)}, round {said.round}: {what}"
+        return Notice(kind, said.sender, said.receiver, said.round, text)
+
+
+def _off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which values are no multiple of `spacing`, a power of two: exact, as dividing by it is.
+
+    A value so large that float64 has no room for less than the spacing is always a multiple.
+    """
+    with np.errstate(over="ignore"):  # infinity: as large as that
+        steps = values / spacing
+    off: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = steps != np.rint(steps)
+    return off

@@ -1,0 +1,337 @@
+"""Bets on noise: on the law of single numbers, on whether they are new, and on whether they are independent.
+
+Each bet keeps sums over rounds, `(learners, width)`, and knows the e-value that such sums have.
+
+So bets of one learner, of all learners together, and of some rounds only are the same sums, added up otherwise. Every e-value is
+that of numbers which come one after another, each independent standard Laplace given all before it; whatever a stake depends
+on was known before (`seen`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+from scipy import special
+
+from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.online.keys import CHANCE
+from sottovoce_core.auditing.online.seen import LAGS, NEAR, SHIFTS, Seen, shifted
+from sottovoce_core.auditing.online.sequential import mixture
+
+# ---- bet -------------------------------------------------------------------------------------------------------------
+
+
+class Bet(ABC):
+    """One kind of bet.
+
+    Attributes:
+        name: of what it sees.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def sums(self, seen: Seen) -> FloatArray:
+        """What a round adds, `(learners, width)`."""
+
+    @abstractmethod
+    def e(self, sums: FloatArray) -> FloatArray:
+        """Logarithm of the e-value `(...)` of sums `(..., width)`."""
+
+
+def _krichevsky_trofimov(counted: FloatArray, law: FloatArray) -> FloatArray:
+    """Log e-value of a mixture over all laws on cells against this one, `counted (..., cells)`.
+
+    Krichevsky and Trofimov 1981: the laws are Dirichlet, with one half for each cell.
+    """
+    cells, n = counted.shape[-1], counted.sum(axis=-1)
+    no_bet = math.lgamma(cells / 2) - cells * math.lgamma(0.5)
+    each = special.gammaln(counted + 0.5) - counted * np.log(law)
+    e: FloatArray = no_bet - special.gammaln(n + cells / 2) + each.sum(axis=-1)
+    return e
+
+
+def _too_many(counted: FloatArray, expected: FloatArray) -> FloatArray:
+    """Log e-value of so many events that each were rare, given all before: a mixture over how much more often they come.
+
+    For a rate l, `l^counted exp(-(l - 1) expected)`; rates have the law Gamma(1/2, 1e-4), some thousands at first, above 1:
+    only so may `expected` be more than is expected.
+    """
+    shape, few = 0.5, 1e-4
+    after, seen = shape + counted, few + expected
+    with np.errstate(divide="ignore"):  # far fewer than expected: nothing is left
+        above_one = np.log(special.gammaincc(after, seen)) - math.log(special.gammaincc(shape, few))
+    whole = special.gammaln(after) - math.lgamma(shape) + shape * math.log(few) - after * np.log(seen)
+    e: FloatArray = whole + above_one + expected
+    return e
+
+
+# ---- the law of a number ---------------------------------------------------------------------------------------------
+
+
+class Scale(Bet):
+    """Bets that the scale is another one: a mixture over rates of law Gamma, of mean 1, with `shape` in place of a sample."""
+
+    name = "scale"
+    shape = 20.0
+
+    def sums(self, seen: Seen) -> FloatArray:
+        return np.stack([seen.sizes.sum(axis=1), seen.known.sum(axis=1)], axis=-1)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        a, total, n = self.shape, sums[..., 0], sums[..., 1]
+        e: FloatArray = special.gammaln(a + n) - math.lgamma(a) + a * math.log(a) - (a + n) * np.log(a + total) + total
+        return e
+
+
+def _counts(rows: int, cells: int, where: IntArray, kept: FloatArray | BoolArray) -> FloatArray:
+    """How many of the numbers of each row, `(rows, numbers)`, are in which cell: `(rows, cells)`."""
+    of_row = where + cells * np.arange(rows)[:, None]
+    counted = np.bincount(of_row.ravel(), kept.ravel(), rows * cells).astype(np.float64)
+    return counted.reshape(rows, cells)
+
+
+class Histogram(Bet):
+    """Bets that the numbers have another law: `F(r)` in equally likely cells; or their sizes, of which less must be learned."""
+
+    name = "histogram"
+    cells = 16
+
+    def sums(self, seen: Seen) -> FloatArray:
+        below = np.where(seen.signs > 0, 1.0 - 0.5 * seen.tail, 0.5 * seen.tail)
+        cell = np.minimum((below * self.cells).astype(np.int64), self.cells - 1)
+        return _counts(len(cell), self.cells, cell, seen.known)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        half = self.cells // 2
+        folded = sums[..., half:] + sums[..., half - 1 :: -1]
+        both = [_krichevsky_trofimov(each, np.full(each.shape[-1], 1.0 / each.shape[-1])) for each in (sums, folded)]
+        return mixture(np.stack(both, axis=-1))
+
+
+class LowBits(Bet):
+    """Bets that the low bits of noise or of messages, in lattice spacings, are not evenly spread: a coarser lattice.
+
+    Eight nibbles, and how many zeros a number ends with, of both, counted from the lowest bit that float64 resolves; and
+    messages whose numbers are all even, where a few are drawn otherwise.
+    """
+
+    name = "low bits"
+    nibbles, zeros = 8, 12
+    law = 2.0 ** -np.minimum(np.arange(1, 13), 11)
+    """Of zeros at the end: the last cell is for 11 and more."""
+    even = 34
+    """So many low bits are evenly spread, to 1e-8 (`(2^even h)^4/720`, h = 2^-40)."""
+
+    def sums(self, seen: Seen) -> FloatArray:
+        rows, lost = len(seen.lost), np.minimum(seen.lost, self.even).astype(np.int64)[:, None]
+        whole = np.stack([seen.steps, seen.said], axis=1) >> lost  # learners, 2, numbers
+        first = 4 * np.arange(self.nibbles)
+        kept = np.broadcast_to(lost[..., None] + first + 4 <= self.even, (*whole.shape, self.nibbles))
+        of_each = (whole[..., None] >> first & 15) + 16 * (first // 4 + self.nibbles * np.arange(2)[:, None, None])
+        nibbles = _counts(rows, 32 * self.nibbles, of_each.reshape(rows, -1), kept.reshape(rows, -1))
+        marked = whole | (1 << self.zeros - 1)
+        ends = np.frexp((marked & -marked).astype(np.float64))[1] - 1 + self.zeros * np.arange(2)[:, None]
+        kept = np.broadcast_to(lost + self.zeros <= self.even, ends.shape)
+        zeros = _counts(rows, 2 * self.zeros, ends.reshape(rows, -1), kept.reshape(rows, -1))
+        judged = kept.sum(axis=-1)
+        coarse = (judged > 0) & ~(kept & (whole & 1 == 1)).any(axis=-1)
+        expected = np.where(judged > 0, 2.0**-judged, 0.0)
+        return np.concatenate([nibbles, zeros, coarse, expected], axis=1)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        split = 32 * self.nibbles
+        nibbles = sums[..., :split].reshape(*sums.shape[:-1], 2 * self.nibbles, 16)
+        zeros = sums[..., split:-4].reshape(*sums.shape[:-1], 2, self.zeros)
+        each = (
+            _krichevsky_trofimov(nibbles, np.full(16, 1 / 16)),
+            _krichevsky_trofimov(zeros, self.law),
+            _too_many(sums[..., -4:-2], sums[..., -2:]),
+        )
+        return mixture(np.stack([mixture(e) for e in each], axis=-1))
+
+
+# ---- whether a number is new -----------------------------------------------------------------------------------------
+
+
+def _hits(hits: FloatArray, trials: FloatArray, chance: float) -> FloatArray:
+    """Log e-value of so many hits, each of probability `chance` at most."""
+    return _krichevsky_trofimov(np.stack([hits, trials - hits], axis=-1), np.array([chance, 1.0 - chance]))
+
+
+class Repeats(Bet):
+    """Bets that numbers are zero or heard before: of the last rounds, or, by their keys, at any time.
+
+    Four bets: numbers that are close to zero or to one of the last rounds; what follows a number that was heard before;
+    how many are heard before at all; and how many are sums or differences of numbers of the last rounds.
+    """
+
+    name = "repeats"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        heard, summed = seen.heard, seen.summed
+        return np.stack(
+            [seen.twice, seen.exact, heard.again, heard.known, heard.expected, summed.before, summed.expected], axis=-1
+        )
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        twice, exact, again, known, expected, summed, by_chance = np.moveaxis(sums, -1, 0)
+        near = _hits(twice, exact, (1 + 2 * LAGS) * NEAR)
+        heard = _hits(again, known, CHANCE), _too_many(known, expected)
+        return mixture(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
+
+
+class Shared(Bet):
+    """Bets that learners say the same numbers in one round, numbers that add up to nothing, or sums of what others say."""
+
+    name = "copies"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        heard, summed = seen.heard, seen.summed
+        return np.stack(
+            [heard.again_now, heard.known_now, seen.cancelled, seen.exact, summed.now, summed.expected_now], axis=-1
+        ).astype(np.float64)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        again, known, cancelled, exact, summed, by_chance = np.moveaxis(sums, -1, 0)
+        either = _hits(again, known, CHANCE), _hits(cancelled, exact, NEAR)
+        return mixture(np.stack([*either, _too_many(summed, by_chance)], axis=-1))
+
+
+# ---- dependence ------------------------------------------------------------------------------------------------------
+
+
+def _on_signs(s: FloatArray, v: FloatArray, variance: float) -> FloatArray:
+    """Log e-value of `S = sum X sign(r)`, `V = sum X^2`.
+
+    Signs are fair whatever the size, so `exp(l S - l^2 V/2)` is an e-process for every l, and so is its mean over normal l.
+    """
+    e: FloatArray = 0.5 * (s**2 * variance / (1.0 + variance * v) - np.log1p(variance * v))
+    return e
+
+
+def _on_sizes(s: FloatArray, v: FloatArray, rate: float) -> FloatArray:
+    """Log e-value of `S = sum X (|r| - 1)`, `V = sum X^2`, with |X| <= 1: exponential numbers are sub-gamma.
+
+    `log E exp(u (|r| - 1)) = -u - log(1 - u) <= u^2/(2 (1 - |u|))`.
+    """
+    e: FloatArray = rate * s - v * (rate**2 / (2.0 * (1.0 - abs(rate))))
+    return e
+
+
+class _Dependence(Bet):
+    """Bets that signs and sizes follow something that was there before: X, for so many X at once."""
+
+    variances = (0.01, 0.1)
+    rates = (-0.3, -0.1, 0.1, 0.3)
+    shares = (0.7, 0.3)
+    """Of the stake on signs, and on sizes."""
+
+    @abstractmethod
+    def sums(self, seen: Seen) -> FloatArray:
+        """S and V of signs, S and V of sizes: each `(learners, X)`, one after another."""
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        s, v, size, spread = np.split(sums, 4, axis=-1)
+        signs = [_on_signs(s, v, variance) for variance in self.variances]
+        sizes = [_on_sizes(size, spread, rate) for rate in self.rates]
+        both = [mixture(np.concatenate(each, axis=-1)) for each in (signs, sizes)]
+        return mixture(np.stack(both, axis=-1), np.array(self.shares))
+
+
+def _excess(seen: Seen) -> FloatArray:
+    """Sizes without their mean, 0 where unknown."""
+    return seen.sizes - seen.known
+
+
+class Lag(_Dependence):
+    """X: noise of every learner in each of the rounds before, at the same coordinate and beside it."""
+
+    name = "lag"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        before, rows = seen.before, len(seen.known)
+        found = np.stack(
+            [
+                seen.signs @ before.normal.T,
+                np.abs(seen.signs) @ before.squares.T,
+                _excess(seen) @ before.even.T,
+                seen.known @ before.even_squares.T,
+            ],
+            axis=1,
+        )
+        return found.reshape(rows, 4, LAGS, -1)[:, :, before.order].reshape(rows, -1)
+
+
+class FarLag(Bet):
+    """Bets that signs follow noise of any learner, of one round farther back, at the same coordinate: all X alike."""
+
+    name = "lag"
+    variance = 0.03
+
+    def sums(self, seen: Seen) -> FloatArray:
+        return np.concatenate([seen.signs @ seen.far.T, np.abs(seen.signs) @ (seen.far**2).T], axis=1)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        s, v = np.split(sums, 2, axis=-1)
+        return mixture(_on_signs(s, v, self.variance))
+
+
+class OwnLag(_Dependence):
+    """X: a learner's own noise in each of the rounds before; may be added up over learners."""
+
+    name = "lag"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        before, rows = seen.before, len(seen.known)
+
+        def own(x: FloatArray, y: FloatArray) -> FloatArray:
+            sums: FloatArray = np.einsum("lsid,id->ils", x.reshape(LAGS, len(SHIFTS), *y.shape), y)
+            return sums[:, before.order]
+
+        found = np.stack(
+            [
+                own(before.normal, seen.signs),
+                own(before.squares, np.abs(seen.signs)),
+                own(before.even, _excess(seen)),
+                own(before.even_squares, seen.known),
+            ],
+            axis=1,
+        )
+        return found.reshape(rows, -1)
+
+
+class Past(_Dependence):
+    """X: what the learner had when it drew."""
+
+    name = "past"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        x = seen.past
+        size = np.clip(np.abs(x) - 1.0, -1.0, 1.0)
+        pairs = ((x, seen.signs), (x**2, np.abs(seen.signs)), (size, _excess(seen)), (size**2, seen.known))
+        return np.concatenate([(left @ right[..., None])[..., 0] for left, right in pairs], axis=1)
+
+
+class Copies(_Dependence):
+    """X: noise of the learners before this one in the same round, at the same coordinate and beside it."""
+
+    name = "copies"
+
+    def sums(self, seen: Seen) -> FloatArray:
+        normal, even = shifted(seen.normal), shifted(seen.even)
+        found = np.stack(
+            [
+                seen.signs @ normal.T,
+                np.abs(seen.signs) @ (normal**2).T,
+                _excess(seen) @ even.T,
+                seen.known @ (even**2).T,
+            ],
+            axis=1,
+        )
+        rows = len(seen.known)
+        earlier = np.tile(np.tri(rows, k=-1), len(SHIFTS))
+        return (found * earlier[:, None]).reshape(rows, -1)

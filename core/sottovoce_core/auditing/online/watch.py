@@ -1,0 +1,391 @@
+"""The watch over a run while it goes on: is every learner's noise, round after round, what is claimed?
+
+The stakes mix all bets, since round 0 and in blocks of rounds, for each learner and for all. Half of the stake is on the
+learners, evenly, and half on all of them together: on the same sums added up over learners, which sees what is slight in all,
+and on what they have in common in one round, of which nobody can say whose fault it is.
+
+Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`stakes`). May be looked at
+after every round. Of `alpha`, half is for either question; while all claims hold,
+
+1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`stakes`). Half the
+   learners' mean plus half that of all is one again, so neither half reaches `2/alpha` but with probability at most `alpha/2`,
+   in however many rounds (Ville). Who is to blame is named by e-BH at that level, which names nobody before the mean is there:
+   k e-values above `4n/(k alpha)`, of n learners, have a mean above `4/alpha`.
+2. *Did it break on the way?* Detectors of blocks of rounds bet the same, with the same shares, and their mean
+   reaches `c = 2 rounds/alpha` after c rounds or more, on average. So within the `rounds` that are planned it does with
+   probability at most `alpha/2`; a run that went on for ever would raise a false alarm some time.
+
+What cannot be (noise off its lattice, two different messages of one round) is an infinite e-value: no claim survives it.
+State and work of a round are the same in every round, except for what the algorithm itself remembers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from sottovoce_core.algorithms.interface import Message
+from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.auditing.conformance.residuals import learned, noise_of
+from sottovoce_core.auditing.online.bets import (
+    Bet,
+    Copies,
+    FarLag,
+    Histogram,
+    Lag,
+    LowBits,
+    OwnLag,
+    Past,
+    Repeats,
+    Scale,
+    Shared,
+)
+from sottovoce_core.auditing.online.keys import Keys
+from sottovoce_core.auditing.online.seen import Memory, RoundNoise, Seen
+from sottovoce_core.auditing.online.sequential import Detector, e_bh, mixture
+from sottovoce_core.errors import CaptureError
+from sottovoce_core.running.replay import Replay
+from sottovoce_core.running.run import Run
+
+# ---- stakes ----------------------------------------------------------------------------------------------------------
+
+_BLOCKS = (16, 256)
+"""Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
+
+_OWN: tuple[tuple[Bet, float], ...] = (
+    (Scale(), 0.2),
+    (Histogram(), 0.1),
+    (LowBits(), 0.1),
+    (Lag(), 0.25),
+    (FarLag(), 0.05),
+    (Past(), 0.1),
+    (Repeats(), 0.2),
+)
+"""Bets on each learner, and their shares of its stake."""
+
+_POOLED: tuple[tuple[Bet, float], ...] = (
+    (Scale(), 0.25),
+    (Histogram(), 0.1),
+    (LowBits(), 0.1),
+    (OwnLag(), 0.15),
+    (Past(), 0.05),
+)
+"""Bets on the sums of all learners, and their shares of the stake on all together."""
+
+_SHARED: tuple[tuple[Bet, float], ...] = ((Copies(), 0.25), (Shared(), 0.1))
+"""Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """E-values now; columns: all learners together, and every learner.
+
+    Attributes:
+        e: `(1 + learners,)` logarithms, since round 0.
+        change: the same of the mean of all detectors.
+        tests: which bet has gained most since round 0.
+        changed: which has of late.
+    """
+
+    e: FloatArray
+    change: FloatArray
+    tests: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+class _Stakes:
+    """The sums of all bets; row 0 since round 0, then those of the blocks.
+
+    Args:
+        learners: how many are watched.
+    """
+
+    def __init__(self, learners: int) -> None:
+        self._sums: dict[type[Bet], FloatArray] = {}
+        self._detectors = tuple(Detector(1 + learners) for _ in _BLOCKS)
+        self._rounds = 0
+        self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
+        self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
+
+    def add(self, seen: Seen) -> _Gain:
+        """A round more."""
+        self._begin_blocks()
+        for bet in self._bets:
+            added = bet.sums(seen)
+            kept = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *added.shape)))
+            kept += added
+        self._rounds += 1
+        return self._gain()
+
+    def _begin_blocks(self) -> None:
+        for k, (length, detector) in enumerate(zip(_BLOCKS, self._detectors, strict=True), 1):
+            if self._rounds and self._rounds % length == 0:
+                detector.add(self._now[k])
+                for kept in self._sums.values():
+                    kept[k] = 0.0
+
+    def _gain(self) -> _Gain:
+        own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
+        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
+        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
+        on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
+        self._now = np.concatenate(
+            [mixture(on_all, _shares(*_POOLED, *_SHARED))[:, None], mixture(on_each, _shares(*_OWN))], axis=1
+        )
+        late = np.stack([each.with_next(now) for each, now in zip(self._detectors, self._now[1:], strict=True)])
+        return _Gain(
+            e=self._now[0],
+            change=mixture(late.T),
+            tests=self._strongest(on_all[0], on_each[0]),
+            changed=self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0)),
+        )
+
+    def _strongest(self, on_all: FloatArray, on_each: FloatArray) -> tuple[str, ...]:
+        all_names = [bet.name for bet, _ in (*_POOLED, *_SHARED)]
+        own_names = [bet.name for bet, _ in _OWN]
+        return all_names[int(on_all.argmax())], *(own_names[k] for k in on_each.argmax(axis=-1))
+
+
+def _shares(*bets: tuple[Bet, float]) -> FloatArray:
+    return np.array([share for _, share in bets])
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+
+
+class _Records(Protocol):
+    """What a learner learns."""
+
+    def batch(self, t: int) -> Batch:
+        """In round t; asked once for every round, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that would hardly ever happen if the claims held.
+
+    Attributes:
+        learner: its index; None: of all that are watched together, and none stands out.
+        round: after whose messages.
+        test: which bet has gained most (`bets`, `dependence`), `lattice`, `equivocation` or `canaries`.
+        e: logarithm of the e-value that reached the threshold.
+        threshold: its logarithm.
+        change: it is a detector's: the noise broke on the way.
+    """
+
+    learner: int | None
+    round: int
+    test: str
+    e: float
+    threshold: float
+    change: bool = False
+
+
+class _Stake:
+    """How the bets on one learner stand, or those on all together.
+
+    Attributes:
+        e: logarithm of the e-value since round 0.
+        change: logarithm of the mean of the detectors.
+        test: what has gained most since round 0.
+        changed: what has gained most of late.
+    """
+
+    def __init__(self) -> None:
+        self.e = self.change = 0.0
+        self.test = self.changed = "scale"
+
+    def update(self, gain: _Gain, k: int) -> None:
+        """After another round."""
+        self.e, self.change = float(gain.e[k]), float(gain.change[k])
+        self.test, self.changed = gain.tests[k], gain.changed[k]
+
+
+class _Watched(_Stake):
+    """One learner under watch.
+
+    Args:
+        run: the run.
+        learner: its index.
+    """
+
+    def __init__(self, run: Run, learner: int) -> None:
+        super().__init__()
+        self.learner = learner
+        self._replay = Replay(run, learner)
+        self._learned: Mapping[str, FloatArray] = {}
+        self._impossible: str | None = None
+
+    @property
+    def heard(self) -> bool:
+        """False from the first round on in which somebody was not overheard whom its state depends on."""
+        return self._replay.known
+
+    @property
+    def rounds(self) -> int:
+        """Rounds replayed."""
+        return self._replay.t
+
+    def refute(self, test: str) -> None:
+        """Something was seen that cannot be."""
+        self._impossible = self._impossible or test
+        self.e, self.test = math.inf, self._impossible
+
+    def update(self, gain: _Gain, k: int) -> None:
+        super().update(gain, k)
+        if self._impossible:
+            self.refute(self._impossible)
+
+    def take(
+        self, messages: Mapping[int, Message], records: _Records, into: RoundNoise, row: int, starts: Mapping[str, int]
+    ) -> None:
+        """Take the noise of the next round off, and put it into its row."""
+        if not self.heard:
+            return
+        if self.learner in messages and not self._replay.silent:
+            said = messages[self.learner]
+            for name, noise in noise_of(self._replay, said).items():
+                into.put(row, starts[name], noise, said[name], self._learned)
+                if noise.off.any():
+                    self.refute("lattice")
+        batch = records.batch(self._replay.t)
+        self._replay.step(messages, batch)
+        if self.heard:
+            self._learned = learned(self._replay, batch)
+
+
+class Watch:
+    """A run under watch.
+
+    Args:
+        run: the run that is overheard.
+        records: what its learners learn, by index.
+        alpha: the chance of a false alarm, in all planned rounds together.
+        learners: indices of those to watch; the records of the others are not needed.
+        keys: of noise in the runs before, of the same deployment; it is kept up. None: there was none.
+
+    Raises:
+        SpecError: the run does not wait for late neighbours.
+
+    Attributes:
+        learners: those under watch.
+        together: how bets on all of them together stand.
+        keys: of all noise so far, for the next run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        records: Sequence[_Records] | Mapping[int, _Records],
+        alpha: float,
+        learners: Sequence[int],
+        keys: Keys | None = None,
+    ) -> None:
+        run.require_waiting("a watch")
+        self.round = 0
+        self.together = _Stake()
+        self.keys = keys or Keys()
+        self.learners = tuple(_Watched(run, i) for i in learners)
+        self.threshold = math.log(2.0 / alpha)
+        self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
+        self._records, self._level = records, alpha / 2.0
+        self._alarmed: set[tuple[int | None, bool]] = set()
+        widths = {name: math.prod(shape) for name, shape in run.field_shapes.items()}
+        self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
+        self._numbers = sum(widths.values())
+        self._memory = Memory(len(self.learners), self._numbers, self.keys)
+        self._stakes = _Stakes(len(self.learners))
+
+    @property
+    def e(self) -> float:
+        """Logarithm of the e-value since round 0: half that of all together, or half the learners' mean, if that is more."""
+        return max(self.together.e, self._mean("e")) - math.log(2.0)
+
+    @property
+    def change(self) -> float:
+        """The same of all detectors."""
+        return max(self.together.change, self._mean("change")) - math.log(2.0)
+
+    @property
+    def alone(self) -> float:
+        """How far above a threshold, in logarithms, a learner's own e-value lifts the whole over it."""
+        return math.log(2.0 * len(self.learners))
+
+    def _mean(self, what: str) -> float:
+        return float(mixture(np.array([getattr(each, what) for each in self.learners])))
+
+    def take(self, t: int, messages: Mapping[int, Message]) -> list[Alarm]:
+        """Take the messages of the next round.
+
+        Args:
+            t: the round.
+            messages: by sender; fields `(1, 1, dim)`. One left out was not overheard.
+
+        Returns:
+            New alarms: one a learner and question.
+
+        Raises:
+            CaptureError: another round is next.
+        """
+        if t != self.round:
+            raise CaptureError(f"the next round to watch must be {self.round}, got {t}")
+        said = RoundNoise(len(self.learners), self._numbers)
+        for row, watched in enumerate(self.learners):
+            watched.take(messages, self._records[watched.learner], said, row, self._starts)
+        gain = self._stakes.add(self._memory.see(said))
+        for k, stake in enumerate((self.together, *self.learners)):
+            stake.update(gain, k)
+        self.round += 1
+        return self._new_alarms(t)
+
+    def equivocated(self, learner: int, t: int) -> list[Alarm]:
+        """A learner said two different things in round t: a message is drawn once."""
+        for watched in self.learners:
+            if watched.learner == learner:
+                watched.refute("equivocation")
+        return self._new_alarms(t)
+
+    def _new_alarms(self, t: int) -> list[Alarm]:
+        new = []
+        for alarm in (*self._since_the_start(t), *self._of_late(t)):
+            named = {learner for learner, change in self._alarmed if change is alarm.change}
+            if alarm.learner not in named and not (alarm.learner is None and named):
+                new.append(alarm)
+                self._alarmed.add((alarm.learner, alarm.change))
+        return new
+
+    def _since_the_start(self, t: int) -> list[Alarm]:
+        if self.e < self.threshold:
+            return []
+        named = e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
+        if not named:
+            return [Alarm(self._all, t, self._strongest("e").test, self.e, self.threshold)]
+        line = self.threshold + self.alone - math.log(len(named))
+        return [Alarm(w.learner, t, w.test, w.e, line) for w in (self.learners[k] for k in named)]
+
+    def _of_late(self, t: int) -> list[Alarm]:
+        """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(4 n)."""
+        if self.change < self.change_threshold:
+            return []
+        alone = self.change_threshold + self.alone
+        guilty = [watched for watched in self.learners if watched.change >= alone]
+        if not guilty:
+            return [Alarm(self._all, t, self._strongest("change").changed, self.change, self.change_threshold, True)]
+        return [Alarm(watched.learner, t, watched.changed, watched.change, alone, True) for watched in guilty]
+
+    @property
+    def _all(self) -> int | None:
+        """All that are watched together, if they are several."""
+        return None if len(self.learners) > 1 else self.learners[0].learner
+
+    def _strongest(self, what: str) -> _Stake:
+        """Who has lifted the whole over its line."""
+        if getattr(self.together, what) >= self._mean(what):
+            return self.together
+        worst: _Stake = max(self.learners, key=lambda watched: getattr(watched, what))
+        return worst

@@ -1,0 +1,290 @@
+"""Which record to swap: the one, among those tried, that what was heard tells apart best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.worlds import BYTES, Share, Worlds, children, overhear, told
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import DataError
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.replay import Losses
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.transcript import Transcript
+from sottovoce_core.text import called
+
+PILOT = 32
+"""Runs by which swaps are compared."""
+
+_SCREENED_ROUNDS = 40
+"""Rounds with a loss by which swaps are compared: a record weighs most in the first ones."""
+
+_OTHERS = 24
+"""Records of other learners that are tried, at most."""
+
+
+_Swap = tuple[LearnerData, str]
+"""A learner's other records, and what is swapped in words."""
+
+_Measure = Callable[[Losses], FloatArray]
+"""How well each of some swaps is told apart, `(swaps,)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """The swap, of those tried, that something heard tells apart best.
+
+    Attributes:
+        swap: which.
+        score: how well.
+        losses: of that swap alone, `(rounds, 1, replicas)`.
+    """
+
+    swap: _Swap
+    score: float
+    losses: Losses
+
+
+def _realised(losses: Losses) -> FloatArray:
+    """The mean absolute loss of whole runs."""
+    strengths: FloatArray = np.nan_to_num(np.abs(losses.total), nan=0.0, posinf=np.inf).mean(axis=1)
+    return strengths
+
+
+def _possible(losses: Losses) -> FloatArray:
+    """The largest loss that any first run could have shown, given what was heard."""
+    return losses.supremum[:, 0]
+
+
+def peak(losses: Losses) -> FloatArray:
+    """The largest absolute loss of any run by any round; infinite where a message could not have been said."""
+    with np.errstate(invalid="ignore"):
+        so_far = np.abs(np.cumsum(losses.realised, axis=0))
+    largest: FloatArray = np.nan_to_num(so_far, nan=np.inf, posinf=np.inf).max(axis=(0, 2))
+    return largest
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def mirrored(record: FloatArray, schema: Schema | None) -> FloatArray:
+    """The mirror image of a record, `(features,)` each, or the opposite that a schema allows, with the same intercept."""
+    if schema is None:
+        return -record
+    return np.concatenate([schema.opposite(record[: schema.width]), record[schema.width :]])
+
+
+def swaps(
+    data: PlacedData,
+    learner: int,
+    *,
+    every_use: bool = False,
+    schema: Schema | None = None,
+    names: Sequence[str] = (),
+) -> list[_Swap]:
+    """Replacements of a learner's first record: itself with the other label, its mirror image, other learners' records.
+
+    Args:
+        data: of all learners.
+        learner: its index.
+        every_use: in all rounds that use the record, not only in the first.
+        schema: of the records, where there is one: what is tried is allowed by it.
+        names: of the learners, for errors.
+
+    Raises:
+        DataError: the learner has no record.
+    """
+    own = data.learners[learner]
+    if not len(own.order):
+        raise DataError(
+            f"{called(names, learner)} must have a record to swap, and has none: give it one, or audit another learner"
+        )
+    row = int(own.order[0])
+    features, label = own.features[row], float(own.labels[row])
+    labels = np.unique(np.concatenate([each.labels for each in data.learners]))
+    other = float(labels[labels != label][0]) if np.any(labels != label) else label
+    mirror = mirrored(features, schema)
+    tried = [
+        (features, other, "itself with the other label"),
+        (mirror, label, "its mirror image"),
+        (mirror, other, "its mirror image with the other label"),
+    ]
+    others = [each for i, each in enumerate(data.learners) if i != learner and len(each.labels)]
+    pool = np.concatenate([each.features for each in others]) if others else own.features
+    pool_labels = np.concatenate([each.labels for each in others]) if others else own.labels
+    picked = np.unique(np.linspace(0, len(pool) - 1, _OTHERS).astype(int))
+    tried += [(pool[k], float(pool_labels[k]), "a record of another learner") for k in picked]
+    swap, index = (own.with_record, row) if every_use else (own.with_use, 0)
+    return [
+        (swap(index, record, its), f"the first record against {what}")
+        for record, its, what in tried
+        if its != label or (record != features).any()
+    ]
+
+
+def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, _Swap]]:
+    """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
+    own, n = data.learners[learner], data.n_features
+    label = max(own.labels.tolist(), key=abs)
+    if (schema := run.spec.data.schema) is not None:
+        record = as_placed(run, schema.extreme())
+        first, second = (own.with_use(0, each, label) for each in (record, mirrored(record, schema)))
+        what = "a first record at the ends of its schema, against its mirror image"
+        return [(first, (second, what))] if _differ(first, second) else []
+    size = _bound(run, own)
+    made = (
+        (size * np.eye(n)[0], "a first record with all weight in one feature, against its mirror image"),
+        (np.full(n, size / np.sqrt(n)), "a first record with equal weight in all features, against its mirror image"),
+    )
+    return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
+
+
+def as_placed(run: Run, features: FloatArray) -> FloatArray:
+    """A record that a schema allows, as it would be placed."""
+    return np.append(features, 1.0) if run.spec.data.intercept else features
+
+
+def _bound(run: Run, own: LearnerData) -> float:
+    """The largest norm of a record; where the loss sets none, of those that there are."""
+    bound = run.loss.feature_bound
+    return bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def search(
+    run: Run,
+    transcript: Transcript,
+    holders: Sequence[int],
+    first: LearnerData,
+    tried: Sequence[_Swap],
+    measure: _Measure,
+) -> _Telling:
+    """The swap that a transcript tells apart best.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what was said: the more replicas, the surer, and the more to compute.
+        holders: learners that hold the record.
+        first: their records in the first world.
+        tried: at least one swap.
+        measure: by which they are compared.
+    """
+    together = max(1, BYTES // (8 * run.algorithm.dim * transcript.replicas))
+    best: _Telling | None = None
+    for start in range(0, len(tried), together):
+        some = tried[start : start + together]
+        losses = told(run, transcript, holders, [first, *(second for second, _ in some)])
+        scores = measure(losses)
+        k = int(scores.argmax())
+        if best is None or scores[k] > best.score:
+            alone = Losses(losses.realised[:, k : k + 1], losses.largest[:, k : k + 1])
+            best = _Telling(some[k], float(scores[k]), alone)
+    assert best is not None  # noqa: S101 - at least one is tried
+    return best
+
+
+def _screened(run: Run, learner: int) -> int:
+    """Rounds by which swaps are compared."""
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:_SCREENED_ROUNDS]
+    return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
+
+
+def worst(
+    run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, as_they_are: bool = False
+) -> Worlds:
+    """The swap of a learner's first record, of `swaps` and `extremes`, that some simulated runs tell apart best.
+
+    Args:
+        run: the run.
+        data: of all learners.
+        learner: its index.
+        seed: of the simulated runs.
+        as_they_are: the first world is that of the records as they are, not of one that was made up.
+
+    Raises:
+        DataError: the learner has no record, or there is no other one.
+    """
+    own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema, names=run.spec.names)
+    made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
+    if not common and (as_they_are or not made):
+        raise DataError(
+            f"{run.spec.names[learner]}'s first record must have another one to be swapped for, and has none"
+        )
+    groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
+    shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
+    found: list[tuple[float, Worlds]] = []
+    for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
+        worlds = Worlds(learner, first, *tried[0], shared)
+        heard = overhear(run, data, worlds, Share(0, PILOT, child), SeededNoise, rounds=rounds).transcript
+        best = search(run, heard, worlds.holders(run), first, tried, _realised)
+        found.append((best.score, Worlds(learner, first, *best.swap, shared)))
+    return max(found, key=lambda each: each[0])[1]
+
+
+def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worlds]:
+    """Pairs of worlds that show what the most telling one may hide: it is often a mirror pair, whose norms are equal.
+
+    In this order: a loud record against a silent one, for whatever depends on a norm; the first record with the other label; a
+    record of a middle round.
+
+    Args:
+        run: the run.
+        data: of all learners.
+        learner: its index.
+        known: the most telling pair, which is not told again.
+    """
+    own, labels = data.learners[learner], np.unique(np.concatenate([each.labels for each in data.learners]))
+    label, middle = float(own.labels[own.order[0]]), len(own.order) // 2
+    features, later = own.features[own.order[0]], own.features[own.order[middle]]
+    schema, different = run.spec.data.schema, labels[labels != label]
+    if schema is None:
+        loud, silent = _bound(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
+        what = "a first record on the bound, against one without features"
+    else:
+        loud, silent = as_placed(run, schema.extreme()), as_placed(run, schema.quiet())
+        what = "a first record at the ends of its schema, against one in the middle"
+    tried = [(own.with_use(0, loud, label), own.with_use(0, silent, label), what)]
+    if len(different):
+        other = own.with_use(0, features, float(different[0]))
+        tried.append((own, other, "the first record against itself with the other label"))
+    if middle:
+        turned = own.with_use(middle, mirrored(later, schema), float(own.labels[own.order[middle]]))
+        tried.append((own, turned, "a record of a middle round against its mirror image"))
+    return [
+        Worlds(learner, first, second, what, known.shared)
+        for first, second, what in tried
+        if what != known.what and _differ(first, second)
+    ]
+
+
+def _differ(first: LearnerData, second: LearnerData) -> bool:
+    """A record without features is its own mirror image."""
+    same = (first.features[first.order] == second.features[second.order]).all()
+    return not (same and (first.labels[first.order] == second.labels[second.order]).all())
+
+
+def most_telling(
+    run: Run, transcript: Transcript, data: PlacedData, learner: int, *, every_use: bool = False
+) -> _Telling | None:
+    """The swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what all learners said (one replica).
+        data: what they learned.
+        learner: whose record is swapped.
+        every_use: swap the record in all rounds that use it, not only in the first.
+    """
+    own = data.learners[learner]
+    tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema, names=run.spec.names)
+    if not tried:
+        return None
+    best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
+    return search(run, transcript, (learner,), own, [best.swap], _possible)

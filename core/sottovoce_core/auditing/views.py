@@ -1,0 +1,494 @@
+"""What passed on the wire in one run, and what classifiers may look at in it.
+
+What classifiers may look at in conversations: decoded numbers, sizes, counts, order, metadata, status, bytes; and times.
+
+Nothing here depends on the time of day or on the place of a run among the others: worlds may be recorded one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.blackbox import number_views
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+HEAD, WIDTH = 64, 128
+"""Of a message: the first bytes, and of each of its fields the first numbers, that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a decoder read from a message.
+
+    Attributes:
+        fields: name to numbers, of any shape.
+        round, sender: whose word it is, and in which round: one sender must not say two things in a round. None: no rounds;
+            the side of the connection that it came from.
+    """
+
+    fields: Mapping[str, Any]
+    round: int | None = None
+    sender: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Overheard:
+    """One thing that passed.
+
+    Attributes:
+        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins, and `signature`, of
+            what was said. Of a wiretap `ciphertext`, or `opened` and `closed`: a connection, and either side of it.
+        method: the gRPC method; between learners with the edge, and of a wiretap the edge alone.
+        direction: `out`, to the service, or `back`.
+        stream: counts the streams of the run from 0; of a wiretap, the connections.
+        seconds: since the run began.
+        size: in bytes, all of it.
+        head: the first `HEAD` bytes of a message.
+        digest: of all its bytes.
+        entries: of metadata, hellos and trailers, key and value.
+        status: code and text of trailers.
+        decoded: what the decoder read, each field flat and at most `WIDTH` long; None: nothing.
+        whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
+    """
+
+    kind: Literal["message", "hello", "signature", "metadata", "trailers", "ciphertext", "opened", "closed"]
+    method: str
+    direction: Literal["out", "back"]
+    stream: int
+    seconds: float
+    size: int
+    head: bytes = b""
+    digest: bytes = b""
+    entries: tuple[tuple[str, str], ...] = ()
+    status: tuple[str, str] = ("", "")
+    decoded: Decoded | None = None
+    whose: Literal["said", "told", "others"] = "said"
+
+    @property
+    def place(self) -> str:
+        """Method and direction, for people."""
+        return f"{self.method} {'request' if self.direction == 'out' else 'response'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One run.
+
+    Attributes:
+        world: 0 or 1.
+        name: where it is in the captures.
+        began: orders the runs.
+        heard: all that passed, in order of time.
+    """
+
+    world: int
+    name: str
+    began: float
+    heard: tuple[Overheard, ...]
+
+    @property
+    def messages(self) -> tuple[Overheard, ...]:
+        """Only the messages of the one who is audited."""
+        return tuple(each for each in self.heard if each.kind == "message" and each.whose == "said")
+
+    @property
+    def near(self) -> tuple[Overheard, ...]:
+        """What the one who is audited said and was told."""
+        return tuple(each for each in self.heard if each.whose != "others")
+
+
+def digest(payload: bytes) -> bytes:
+    """Equal for equal bytes, and, for all that matters, only for them."""
+    return blake2b(payload, digest_size=16).digest()
+
+
+def numbers(values: Any) -> FloatArray:
+    """A decoded field as it is looked at: flat, float64, at most `WIDTH` long, without infinities.
+
+    Raises:
+        TypeError, ValueError: these are not numbers.
+    """
+    flat = np.asarray(values)
+    if flat.dtype.kind not in "biuf":
+        raise TypeError(f"a field must hold numbers, got {flat.dtype}")
+    return np.clip(np.nan_to_num(flat.reshape(-1)[:WIDTH].astype(np.float64)), -1e100, 1e100)
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+
+REPEATED, COLUMNS = 16, 1024
+"""Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
+
+_Item = tuple[Hashable, Sequence[float]]
+"""What kind of thing, and its numbers: always as many for one kind."""
+
+Layout = tuple[tuple[Hashable, int], ...]
+"""What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
+
+_View = Callable[[Conversation], Iterable[_Item]]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """A run as one view shows it: all that is kept of it.
+
+    Attributes:
+        layout: what the numbers are.
+        numbers: side by side.
+    """
+
+    layout: Layout
+    numbers: FloatArray
+
+
+def features_of(run: Conversation, kinds: Mapping[str, _View]) -> dict[str, Features]:
+    """A run in several views."""
+    return {name: features(items(run)) for name, items in kinds.items()}
+
+
+def features(items: Iterable[_Item]) -> Features:
+    """The first `REPEATED` things of every kind."""
+    seen: Counter[Hashable] = Counter()
+    layout: list[tuple[Hashable, int]] = []
+    numbers: list[float] = []
+    for kind, values in items:
+        if seen[kind] < REPEATED:
+            layout.append(((kind, seen[kind]), len(values)))
+            numbers.extend(values)
+        seen[kind] += 1
+    return Features(tuple(layout), np.array(numbers, dtype=np.float64))
+
+
+def _table(runs: Sequence[Features]) -> FloatArray:
+    """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
+
+    Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
+    """
+    columns = _columns(runs)
+    found = np.full((len(runs), sum(width for _, width in columns.values())), -1.0)
+    for k, run in enumerate(runs):
+        start = 0
+        for key, width in run.layout:
+            if key in columns:
+                first, _ = columns[key]
+                found[k, first : first + width] = run.numbers[start : start + width]
+            start += width
+    return found
+
+
+def _columns(runs: Sequence[Features]) -> dict[Hashable, tuple[int, int]]:
+    """Of every kind of thing that fits, the first column of a table, and how many it has."""
+    common = Counter(key for run in runs for key, _ in run.layout)
+    widths = {key: width for run in runs for key, width in run.layout}
+    found: dict[Hashable, tuple[int, int]] = {}
+    total = 0
+    for key, _ in common.most_common():
+        if total + widths[key] <= COLUMNS:
+            found[key] = total, widths[key]
+            total += widths[key]
+    return found
+
+
+def thing_at(runs: Sequence[Conversation], view: str, column: int) -> tuple[Hashable, int, int]:
+    """What a column of a view of `CHANNEL` is of: the kind of thing, its count within a run, and which of its numbers."""
+    for key, (first, width) in _columns([features(CHANNEL[view](run)) for run in runs]).items():
+        if first <= column < first + width and isinstance(key, tuple):
+            kind, k = key
+            return kind, k, column - first
+    raise IndexError(column)
+
+
+def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
+    """Every view of all runs."""
+    return {name: _table([run[name] for run in runs]) for name in runs[0]}
+
+
+def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """All views but timing, by name: finite numbers `(runs, features)`. Those that people understand best come first."""
+    found: dict[str, FloatArray] = {}
+    said = decoded(runs)
+    for field, values in said.items():
+        with np.errstate(over="ignore"):  # where most numbers are zero, others are huge in units of their spread
+            found |= {f"{name} of {field}": view for name, view in number_views(values).items()}
+    if len(said) > 1:
+        every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
+        found["values of all fields"] = every[:, :COLUMNS]
+    return found | tables([features_of(run, {**CHANNEL, **TAPPED}) for run in runs])
+
+
+def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """The view `gaps`: the times between whatever passed; and `paces`, of ciphertext."""
+    return tables([features_of(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
+
+
+# ---- decoded numbers -------------------------------------------------------------------------------------------------
+
+
+def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """Decoded fields as `(runs, messages, numbers)`, in the order in which a run said them; zero where it did not.
+
+    A field that stands in several kinds of messages is several fields.
+    """
+    found: dict[str, list[list[FloatArray]]] = {}
+    for k, run in enumerate(runs):
+        for field, values in _fields(run):
+            if field not in found:
+                found[field] = [[] for _ in runs]
+            mine = found[field][k]
+            if len(mine) < REPEATED:
+                mine.append(values)
+    names = _shortened(found)
+    return {names[field]: _dense(said) for field, said in found.items()}
+
+
+def _fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
+    """Everything that was decoded in a run: `FIELD in METHOD DIRECTION`, and the numbers."""
+    return ((name, values) for name, values, _ in _decoded_fields(run))
+
+
+def _decoded_fields(run: Conversation) -> Iterator[tuple[str, FloatArray, Decoded]]:
+    for each in run.messages:
+        if each.decoded is not None:
+            for name, values in each.decoded.fields.items():
+                yield f"{name} in {each.place}", values, each.decoded
+
+
+def sources(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, Decoded]]]]:
+    """Of every field of `decoded`, message by message, the runs that have it, and what was decoded there."""
+    found: dict[str, list[list[tuple[int, Decoded]]]] = {}
+    for k, run in enumerate(runs):
+        count = Counter[str]()
+        for field, _, decoded in _decoded_fields(run):
+            messages = found.setdefault(field, [])
+            if count[field] < REPEATED:
+                if count[field] == len(messages):
+                    messages.append([])
+                messages[count[field]].append((k, decoded))
+            count[field] += 1
+    names = _shortened(found)
+    return {names[field]: messages for field, messages in found.items()}
+
+
+def _shortened(found: Iterable[str]) -> dict[str, str]:
+    """Names without the place where that leaves them different."""
+    short = {name: name.split(" in ", 1)[0] for name in found}
+    counts = Counter(short.values())
+    return {name: alias if counts[alias] == 1 else name for name, alias in short.items()}
+
+
+def _dense(said: Sequence[Sequence[FloatArray]]) -> FloatArray:
+    rounds = max(len(mine) for mine in said)
+    width = min(max((len(values) for mine in said for values in mine), default=0), max(1, WIDTH * REPEATED // rounds))
+    dense = np.zeros((len(said), rounds, width))
+    for k, mine in enumerate(said):
+        for t, values in enumerate(mine):
+            dense[k, t, : len(values)] = values[:width]
+    return dense
+
+
+# ---- the channel -----------------------------------------------------------------------------------------------------
+
+
+def _bits(text: str) -> list[float]:
+    """A text as eight numbers that tell it from most others."""
+    bucket = blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
+    return [float(bucket >> k & 1) for k in range(8)]
+
+
+def _parsed(text: str) -> float:
+    """The number that a text is; 0 if it is none, or none that a classifier could use."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
+
+
+def _sizes(run: Conversation) -> Iterator[_Item]:
+    return (((each.kind, each.place), (each.size,)) for each in run.heard)
+
+
+def _counts(run: Conversation) -> Iterator[_Item]:
+    """Streams; things and bytes of every kind; entries of metadata."""
+    yield "streams", (len({each.stream for each in run.heard}),)
+    things = Counter((each.kind, each.place) for each in run.heard)
+    volume = Counter[Hashable]()
+    entries = Counter[Hashable]()
+    for each in run.heard:
+        volume[each.kind, each.place] += each.size
+        entries[each.kind, each.place] += len(each.entries)
+    for kind, count in things.items():
+        yield kind, (count, volume[kind], entries[kind])
+
+
+def _order(run: Conversation) -> Iterator[_Item]:
+    """Of either direction by itself: which of two directions is first is a matter of time."""
+    return (((each.whose, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
+
+
+def _metadata(run: Conversation) -> Iterator[_Item]:
+    for each in run.near:
+        for key, value in each.entries:
+            yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
+
+
+def _status(run: Conversation) -> Iterator[_Item]:
+    for each in run.near:
+        if each.kind == "trailers":
+            code, text = each.status
+            yield each.method, (len(text), *_bits(code), *_bits(text))
+
+
+def _bytes(run: Conversation) -> Iterator[_Item]:
+    """Of what was looked into."""
+    said = (each for each in run.messages if each.head or not each.size)
+    return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
+
+
+def _said_again(run: Conversation) -> Iterator[_Item]:
+    """Whether a message has been said before in this run."""
+    known: set[bytes] = set()
+    for each in run.messages:
+        yield each.place, (float(each.digest in known),)
+        known.add(each.digest)
+
+
+CHANNEL: Mapping[str, _View] = {
+    "sizes": _sizes,
+    "counts": _counts,
+    "order": _order,
+    "metadata": _metadata,
+    "status": _status,
+    "bytes": _bytes,
+    "messages said again": _said_again,
+}
+"""What passes beside numbers."""
+
+
+# ---- ciphertext ------------------------------------------------------------------------------------------------------
+
+
+def _tapped(run: Conversation) -> Iterator[Overheard]:
+    return (each for each in run.heard if each.kind == "ciphertext")
+
+
+def _in_order(run: Conversation) -> Iterator[_Item]:
+    """Sizes of the first records of every direction of an edge, one after the other, whatever connection they are on."""
+    sizes: dict[str, list[float]] = {}
+    for each in _tapped(run):
+        sizes.setdefault(each.place, []).append(float(each.size))
+    for place, own in sizes.items():
+        yield place, [*own[:WIDTH], *[-1.0] * (WIDTH - len(own))]
+
+
+def _of_each_size(run: Conversation) -> Iterator[_Item]:
+    """How many records have this size: one more among many is seen wherever it stands."""
+    for (place, size), count in Counter((each.place, each.size) for each in _tapped(run)).items():
+        yield (place, size), (count,)
+
+
+def _connections(run: Conversation) -> Iterator[_Item]:
+    """Of every connection of an edge: records and bytes of either direction, and which side ends first."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for each in run.heard:
+        if each.kind in ("opened", "ciphertext", "closed"):
+            own, back = found.setdefault((each.method, each.stream), [0.0] * 5), 2 * (each.direction == "back")
+            if each.kind == "ciphertext":
+                own[back] += 1.0
+                own[back + 1] += each.size
+            elif each.kind == "closed" and not own[4]:
+                own[4] = 1.0 + back
+    for (edge, _), own in found.items():
+        yield edge, own
+
+
+def _bursts(run: Conversation) -> Iterator[_Item]:
+    """How often one side of a connection sends so many records before the other one does."""
+    under_way: dict[tuple[str, int], tuple[str, int]] = {}
+    ended = Counter[tuple[str, int]]()
+    for each in _tapped(run):
+        key = each.method, each.stream
+        place, records = under_way.get(key, (each.place, 0))
+        if place != each.place:
+            ended[place, records] += 1
+            records = 0
+        under_way[key] = each.place, records + 1
+    ended.update(under_way.values())
+    return ((burst, (count,)) for burst, count in ended.items())
+
+
+TAPPED: Mapping[str, _View] = {
+    "connections": _connections,
+    "records of each size": _of_each_size,
+    "sizes in order": _in_order,
+    "bursts": _bursts,
+}
+"""What ciphertext shows; empty where there is none."""
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def _gaps(run: Conversation) -> Iterator[_Item]:
+    """Time since whatever passed before, by its logarithm."""
+    before = run.heard[0].seconds if run.heard else 0.0
+    for each in run.heard:
+        yield (each.kind, each.place), (math.log(max(each.seconds - before, 0.0) + 1e-6),)
+        before = each.seconds
+
+
+def _paces(run: Conversation) -> Iterator[_Item]:
+    """Times between the messages that are said in one place: the first ones, and how all of them lie."""
+    for place, said in _by_place(run).items():
+        yield place, _logs(np.diff(said))
+
+
+def _replies(run: Conversation) -> Iterator[_Item]:
+    """Times from whatever was told last to what is said then, in every place."""
+    told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
+    for place, said in _by_place(run).items():
+        before = np.searchsorted(told, said) - 1
+        yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
+
+
+def _tapped_paces(run: Conversation) -> Iterator[_Item]:
+    """Times between records of a direction, and how long every connection is open."""
+    seconds: dict[str, list[float]] = {}
+    spans: dict[tuple[str, int], tuple[float, float]] = {}
+    for each in run.heard:
+        if each.kind in ("opened", "ciphertext", "closed"):
+            first, _ = spans.get((each.method, each.stream), (each.seconds, 0.0))
+            spans[each.method, each.stream] = first, each.seconds
+        if each.kind == "ciphertext":
+            seconds.setdefault(each.place, []).append(each.seconds)
+    for place, own in seconds.items():
+        yield place, _logs(np.diff(np.array(own)))
+    for (edge, _), (first, last) in spans.items():
+        yield edge, (math.log(last - first + 1e-6),)
+
+
+def _by_place(run: Conversation) -> dict[str, FloatArray]:
+    places = dict.fromkeys(each.place for each in run.messages)
+    return {place: np.array([each.seconds for each in run.messages if each.place == place]) for place in places}
+
+
+def _logs(spans: FloatArray) -> list[float]:
+    """Logarithms of times in nanoseconds; -1 where there are fewer."""
+    logs = np.log(np.maximum(1e9 * spans, 1.0))
+    first = np.full(REPEATED, -1.0)
+    first[: len(logs)] = logs[:REPEATED]
+    lie = [*np.quantile(logs, (0.1, 0.5, 0.9, 1.0)), logs.mean()] if len(logs) else [-1.0] * 5
+    return [*first.tolist(), *map(float, lie)]
+
+
+PACE: Mapping[str, _View] = {"gaps": _paces, "replies": _replies}
+"""When somebody speaks whose clock, machine and neighbours are the same in both worlds."""

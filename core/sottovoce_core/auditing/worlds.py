@@ -1,0 +1,386 @@
+"""Two adjacent worlds, runs of both on the simulator, and what a swap does without noise.
+
+The worlds hold the same records, but for one record that is another one in the second world. A fair coin chooses the world of
+every run; runs are simulated some at a time, each share with noise of its own.
+
+Runs that differ in the swapped record alone, not in noise, give a picture and no evidence: an adversary does not know the noise.
+They show the size of what noise must hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from sottovoce_core.arrays import Batch, FloatArray, IntArray
+from sottovoce_core.auditing.views import Features
+from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.data.dataset import check_batch
+from sottovoce_core.errors import DataError
+from sottovoce_core.losses import Loss, mean_gradient
+from sottovoce_core.noise import Noise, SeededNoise, no_noise
+from sottovoce_core.privacy.guarantee import Guarantee, joint
+from sottovoce_core.running.replay import Losses, Replay, replay
+from sottovoce_core.running.run import Run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.running.transcript import Transcript
+
+# ---- worlds ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Worlds:
+    """Two adjacent data sets.
+
+    Attributes:
+        learner: whose record differs.
+        first, second: its records in either world.
+        what: the swap in words.
+        shared: all learners hold these very records, so that one swap is everybody's.
+
+    Raises:
+        DataError: they are not adjacent.
+    """
+
+    learner: int
+    first: LearnerData
+    second: LearnerData
+    what: str
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if not np.array_equal(self.first.offsets, self.second.offsets):
+            raise DataError("adjacent worlds must have equally many records in every round")
+        swapped = np.flatnonzero(self.swapped())
+        rows = {(int(self.first.order[k]), int(self.second.order[k])) for k in swapped.tolist()}
+        if len(rows) != 1:
+            raise DataError(f"adjacent worlds must differ in exactly one record, got {len(rows)}")
+
+    def swapped(self) -> FloatArray:
+        """`(uses,)` which uses differ."""
+        first, second = self.first, self.second
+        features = (first.features[first.order] != second.features[second.order]).any(axis=1)
+        differs: FloatArray = features | (first.labels[first.order] != second.labels[second.order])
+        return differs
+
+    @property
+    def replaced(self) -> IntArray:
+        """`(rounds,)` how many records of each round differ."""
+        rounds = np.searchsorted(self.first.offsets, np.flatnonzero(self.swapped()), side="right") - 1
+        return np.bincount(rounds, minlength=self.first.rounds).astype(np.int64)
+
+    def of(self, world: int) -> LearnerData:
+        """Records of the learner in world 0 or 1."""
+        return self.second if world else self.first
+
+    def data(self, data: PlacedData, world: int) -> PlacedData:
+        """All learners' records in world 0 or 1."""
+        if self.shared:
+            return replace(data, learners=(self.of(world),) * len(data.learners))
+        return data.with_learner(self.learner, self.of(world))
+
+    def holders(self, run: Run) -> tuple[int, ...]:
+        """The learners whose messages depend on the record."""
+        return tuple(range(run.spec.n_learners)) if self.shared else (self.learner,)
+
+    def require_learnable(self, loss: Loss) -> None:
+        """Refuse records that the loss is not defined for: what is promised is about others.
+
+        Raises:
+            DataError: a label outside the loss's domain, or numbers that are not finite.
+        """
+        use = int(np.flatnonzero(self.swapped())[0])
+        for data in (self.first, self.second):
+            row = data.order[use : use + 1]
+            try:
+                check_batch(data.features[row], data.labels[row], data.features.shape[1], loss)
+            except DataError as error:
+                raise DataError(f"a record of the two worlds ({self.what}) does not fit: {error}") from None
+
+    def guarantee(self, run: Run) -> Guarantee:
+        """What is promised for this very swap to somebody who hears every holder: their losses added up."""
+        counts = np.diff(self.first.offsets)
+        return joint([run.guarantee(i, counts, self.replaced) for i in self.holders(run)])
+
+    def losses(self, run: Run, transcript: Transcript) -> FloatArray:
+        """`(rounds, replicas)` exact privacy loss of every round, `log p(y|first) - log p(y|second)`.
+
+        Infinite where one world could not have said it, not-a-number where neither could.
+
+        Raises:
+            CaptureError: a holder was not heard in the first round.
+        """
+        return told(run, transcript, self.holders(run), [self.first, self.second]).realised[:, 0]
+
+
+def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]) -> Losses:
+    """What the messages of all holders of a record tell, between the first world and each other one: their losses added up.
+
+    Raises:
+        CaptureError: a holder was not heard in the first round.
+    """
+    with np.errstate(invalid="ignore"):  # neither world could have said it
+        each = [replay(run, transcript, i, worlds) for i in holders]
+        rounds = min(len(losses.realised) for losses in each)
+        realised: FloatArray = np.sum([losses.realised[:rounds] for losses in each], axis=0)
+        largest: FloatArray = np.sum([losses.largest[:rounds] for losses in each], axis=0)
+    return Losses(realised, largest)
+
+
+def chosen(
+    data: PlacedData,
+    learner: int,
+    row: int,
+    features: FloatArray,
+    label: float,
+    *,
+    other: str = "another one",
+    shared: bool = False,
+) -> Worlds:
+    """One record of a learner, in all of its uses, against another one.
+
+    Args:
+        data: all records.
+        learner: whose.
+        row: which.
+        features: of the other one, as placed: scaled, with the intercept.
+        label: of the other one, in the domain of the loss.
+        other: the other one, in words.
+        shared: all learners hold the same records.
+
+    Raises:
+        DataError: no such record, one that does not fit, or the same again.
+    """
+    own = data.learners[learner]
+    if 0 <= row < len(own.labels) and row not in own.order:
+        raise DataError(
+            f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned"
+        )
+    what = f"record {row}, in all of its uses, against {other}"
+    return Worlds(learner, own, own.with_record(row, features, label), what, shared)
+
+
+# ---- runs on the simulator -------------------------------------------------------------------------------------------
+
+NoiseOf = Callable[[np.random.SeedSequence], Noise]
+"""How an audited learner draws its noise."""
+
+Tell = Callable[[float], None]
+"""Is told, while something is done, what share of it is done."""
+
+BYTES = 2**27
+"""Of the messages that are held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Some runs of one world.
+
+    Attributes:
+        world: 0 or 1.
+        transcript: what was said.
+        decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
+        channel: what else crossed the wire, of every run, by view: sizes, times, metadata. Only real services have any.
+    """
+
+    world: int
+    transcript: Transcript
+    decisions: FloatArray | None = None
+    channel: tuple[Mapping[str, Features], ...] = ()
+
+
+def nobody(done: float) -> None:
+    """Is told, and nothing comes of it."""
+
+
+def within(tell: Tell, start: float, stop: float) -> Tell:
+    """Is told how far a part of something is that reaches from one share of it to another."""
+    return lambda done: tell(start + (stop - start) * done)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some of the runs to be made.
+
+    Attributes:
+        world: of all of them.
+        runs: how many.
+        seed: of their noise.
+        pair: of worlds, by its place in `AuditPlan.pairs`.
+        tell: is told how far they are, wherever they are made.
+    """
+
+    world: int
+    runs: int
+    seed: np.random.SeedSequence
+    pair: int = 0
+    tell: Tell = nobody
+
+
+def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
+    """Independent seeds from one, the same ones whenever asked (`SeedSequence.spawn` counts)."""
+    return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
+
+
+def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[Share]:
+    """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
+    coins, *sources = children(seed, 3)
+    seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
+    by_world = []
+    for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
+        sizes = [min(most, count - done) for done in range(0, count, most)]
+        seeds = children(source, len(sizes))
+        by_world.append([Share(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
+    longest = max(map(len, by_world))
+    return [own[k] for k in range(longest) for own in by_world if k < len(own)]
+
+
+def overhear(
+    run: Run,
+    data: PlacedData,
+    worlds: Worlds,
+    share: Share,
+    noise: NoiseOf,
+    *,
+    rounds: int | None = None,
+    everybody: bool = False,
+    decisions: bool = False,
+) -> Recording:
+    """Simulate a share of the runs.
+
+    Args:
+        run: what runs.
+        data: of all learners; the holders' records are those of the world.
+        worlds: the two worlds.
+        share: of which world, and how many.
+        noise: where the noise comes from.
+        rounds: only the first ones (default: all).
+        everybody: keep what all learners say, not only what a replay needs.
+        decisions: keep all decisions, too.
+    """
+    kept = slice(None) if everybody else concerned(run, worlds)
+    rounds = run.spec.rounds if rounds is None else rounds
+    lead = (rounds, run.spec.n_learners, share.runs)
+    # All else is left at zero, whose pages take no memory.
+    said = {name: np.zeros((*lead, *shape)) for name, shape in run.field_shapes.items()}
+    decided = np.empty((*lead, run.algorithm.dim)) if decisions else None
+    known = worlds.data(data, share.world)
+    for step in islice(simulate(run, known, noise(share.seed), share.runs), rounds):
+        for name, values in said.items():
+            values[step.t, kept] = step.message[name][kept]
+        if decided is not None:
+            decided[step.t] = step.before
+        share.tell((step.t + 1) / rounds)
+    return Recording(share.world, Transcript(said), decided)
+
+
+def concerned(run: Run, worlds: Worlds) -> list[int]:
+    """The learners whose messages a replay needs: the holders, and those that they ever hear."""
+    holders = worlds.holders(run)
+    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
+    heard = {j for mixing in mixings for i in holders for j in mixing.heard_by(i)}
+    return sorted(heard.union(holders))
+
+
+def numbers_of(run: Run) -> int:
+    """Numbers that all learners say in a run."""
+    said = sum(math.prod(shape) for shape in run.field_shapes.values())
+    return run.spec.rounds * run.spec.n_learners * said
+
+
+def at_a_time(run: Run, *, decisions: bool = False) -> int:
+    """Of how many runs the messages fit into `BYTES`."""
+    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if decisions else 0
+    return max(1, BYTES // (8 * (numbers_of(run) + decided)))
+
+
+# ---- runs that differ in one record alone ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """One number of the learner's messages over all rounds, `(rounds,)` each.
+
+    Attributes:
+        field, coordinate: which number: the one that the swap moves most where there is no noise.
+        swapped: the first round that learns the record.
+        first, second: said in either world, with the same noise.
+        bare_first, bare_second: without any noise.
+        scale: of the noise.
+    """
+
+    field: str
+    coordinate: int
+    swapped: int
+    first: FloatArray
+    second: FloatArray
+    bare_first: FloatArray
+    bare_second: FloatArray
+    scale: FloatArray
+
+    @property
+    def telling(self) -> int:
+        """The round whose message the swap moves most, against the noise; without noise: most."""
+        moved = np.abs(self.bare_first - self.bare_second)
+        known = np.where(self.scale > 0, self.scale, np.inf)
+        relative = moved / known if np.isfinite(known).any() else moved
+        return int(relative.argmax())
+
+
+def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> Twins:
+    """Simulate both worlds with the same noise, and without any."""
+    learner = worlds.learner
+    heard = [
+        overhear(run, data, worlds, Share(world, 1, seed), noise).transcript
+        for noise in (SeededNoise, lambda _: no_noise)
+        for world in (0, 1)
+    ]
+    moved = {
+        name: np.abs(values[:, learner, 0] - heard[3].fields[name][:, learner, 0]).max(axis=0)
+        for name, values in heard[2].fields.items()
+    }
+    field = max(moved, key=lambda name: float(moved[name].max()))
+    coordinate = int(moved[field].argmax())
+    first, second, *bare = (np.ascontiguousarray(each.fields[field][:, learner, 0, coordinate]) for each in heard)
+    scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(run.spec.rounds)])
+    return Twins(field, coordinate, int(worlds.replaced.argmax()), first, second, bare[0], bare[1], scale)
+
+
+# ---- what a learner keeps to itself ----------------------------------------------------------------------------------
+
+QUANTITIES = ("norm of the gradient", "loss", "norm of the decision")
+"""Summed over rounds. Numbers of records are the same in both worlds."""
+
+
+def differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
+    """`(runs, len(QUANTITIES))`: every quantity in the first world, without what it is in the second.
+
+    A function of what was heard: it knows nothing of the world that the run lived in. Rounds that were not heard count for
+    nothing, and so does what is not finite.
+    """
+    sides = worlds.first, worlds.second
+    replay = Replay(run, worlds.learner, transcript.replicas, len(sides))
+    total = np.zeros((transcript.replicas, len(QUANTITIES)))
+    for t in range(transcript.rounds):
+        batches = [side.batch(t) for side in sides]
+        replay.step(transcript.messages(t, worlds.learner, replay.concerned), *batches)
+        if not replay.known:
+            break
+        decisions = replay.decision
+        one, other = (_kept(run.loss, decisions[w], batch) for w, batch in enumerate(batches))
+        total += np.nan_to_num(one - other, nan=0.0, posinf=0.0, neginf=0.0)
+    return total
+
+
+def _kept(loss: Loss, decision: FloatArray, batch: Batch) -> FloatArray:
+    """`(runs, len(QUANTITIES))` of a round's records, learned at `decision (runs, dim)`."""
+    norms = np.linalg.norm(decision, axis=-1)
+    if not batch.size:
+        return np.stack([np.zeros_like(norms), np.zeros_like(norms), norms], axis=-1)
+    enforced = Batch(*loss.enforce(batch.features, batch.labels))
+    gradient = np.linalg.norm(mean_gradient(loss, decision, enforced), axis=-1)
+    return np.stack([gradient, loss.values(decision, enforced).mean(axis=-1), norms], axis=-1)

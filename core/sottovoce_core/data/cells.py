@@ -1,0 +1,220 @@
+"""What stands in the cells of a table, or in the fields of a live record: numbers, dates, words, or nothing.
+
+A value means the same from wherever it comes: a number of NumPy or of Python, the same number as text in a CSV file, a date
+that a database has and one that somebody wrote.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce_core.errors import DataError
+
+Plain = str | int | float | datetime.date | None
+"""A value without its library's clothes: text without blanks around it and in Unicode's composed form (NFC), None where there
+is none. A bool is an int, a datetime a date."""
+
+Cells = npt.NDArray[Any] | list[Any]
+"""A column: an array of numbers, or a list of whatever there is."""
+
+
+class Flaw(Enum):
+    """Why a value does not fit its field; the value is its number in an array of them, where 0 is none."""
+
+    MISSING = 1
+    NO_NUMBER = 2
+    COMMA = 3
+    NOT_FINITE = 4
+    BEYOND = 5
+    NO_CATEGORY = 6
+    NO_BOOLEAN = 7
+    NO_DATE = 8
+
+    @property
+    def words(self) -> str:
+        """For people; nothing of the value."""
+        return _WORDS[self]
+
+
+FITS = 0
+_WORDS = {
+    Flaw.MISSING: "missing",
+    Flaw.NO_NUMBER: "not a number",
+    Flaw.COMMA: "a number with a comma, write 1234.5",
+    Flaw.NOT_FINITE: "not a finite number",
+    Flaw.BEYOND: "beyond its bounds",
+    Flaw.NO_CATEGORY: "none of its categories",
+    Flaw.NO_BOOLEAN: "neither true nor false",
+    Flaw.NO_DATE: "not a date, write 2020-01-31",
+}
+
+
+class Other:
+    """A value of a kind that no field takes: bytes, a list, a length of time."""
+
+
+OTHER = Other()
+
+
+def normal(text: str) -> str:
+    """Text as it is compared: Unicode's composed form (NFC), without blanks around it."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def plain_value(value: Any) -> Plain | Other:
+    """A value of a library, or of Python, as Python's own; `OTHER` where no field takes any such."""
+    if isinstance(value, np.datetime64):
+        value = value.astype("datetime64[us]").item()  # in nanoseconds it would become a number
+        return value if value is None or isinstance(value, datetime.date) else OTHER
+    if isinstance(value, np.generic) and not isinstance(value, np.timedelta64):
+        value = float(value) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, str):
+        return normal(value)
+    if value is None or value is np.ma.masked or type(value).__name__ == "NAType":  # the latter is pandas'
+        return None
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, datetime.datetime) and value != value:  # what pandas has where there is none
+        return None
+    return value if isinstance(value, int | float | datetime.date) else OTHER
+
+
+# ---- numbers and dates -----------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_WITH_COMMA = re.compile(r"[+-]?[\d.]*,[\d.,]*", re.ASCII)
+_NOT_FINITE = ("nan", "inf", "infinity")
+_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ]((?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d)?)(?:\.\d+)?(Z|[+-]\d\d:?\d\d)?)?", re.ASCII
+)
+
+
+def number_of(value: Plain | Other) -> float | Flaw:
+    """A number, or the text of one, as float64; one that float64 cannot hold is the largest that it can."""
+    if isinstance(value, str):
+        if _NUMBER.fullmatch(value):
+            return _held(float(value))
+        if value.lstrip("+-").casefold() in _NOT_FINITE:
+            return Flaw.NOT_FINITE
+        return Flaw.COMMA if _WITH_COMMA.fullmatch(value) else Flaw.NO_NUMBER
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return Flaw.NO_NUMBER
+    try:
+        found = float(value)
+    except OverflowError:
+        return _held(float("inf") if value > 0 else float("-inf"))
+    return found if np.isfinite(found) else Flaw.NOT_FINITE
+
+
+def _held(number: float) -> float:
+    return min(max(number, -sys.float_info.max), sys.float_info.max)
+
+
+def day_of(value: Plain | Other) -> float | Flaw:
+    """The day of a date, or of its text (ISO 8601), counted from the first of the year 1; in UTC where a time zone is given."""
+    try:
+        if isinstance(value, str):
+            if (parts := _DATE.fullmatch(value)) is None:
+                return Flaw.NO_DATE
+            day, time, zone = parts.groups()
+            value = datetime.datetime.fromisoformat(f"{day}T{time or '00:00'}{zone or ''}")
+        if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+            value = value.astimezone(datetime.UTC)
+    except (ValueError, OverflowError):  # the 30th of February; the first day of all, further east
+        return Flaw.NO_DATE
+    return float(value.toordinal()) if isinstance(value, datetime.date) else Flaw.NO_DATE
+
+
+# ---- nothing ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What counts as no value, beside none at all and empty text.
+
+    Attributes:
+        words: case-folded.
+        numbers: in whatever form they are written.
+    """
+
+    words: frozenset[str] = frozenset()
+    numbers: frozenset[float] = frozenset()
+
+    @classmethod
+    def of(cls, listed: Iterable[str | int | float]) -> Missing:
+        """Text and numbers, the latter as numbers or as text."""
+        numbers: set[float] = set()
+        words: set[str] = set()
+        for each in listed:
+            number = number_of(plain_value(each))
+            if isinstance(number, Flaw):
+                words.add(normal(str(each)).casefold())
+            else:
+                numbers.add(number)
+        return cls(frozenset(words), frozenset(numbers))
+
+    def has(self, value: Plain | Other) -> bool:
+        """Whether this is no value. A number that is none (NaN) counts as the word."""
+        if value is None or value == "":
+            return True
+        if isinstance(value, float) and np.isnan(value):
+            return "nan" in self.words
+        if isinstance(value, str) and value.casefold() in self.words:
+            return True
+        return bool(self.numbers) and number_of(value) in self.numbers
+
+    def among(self, numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """`(records,)`: the same of many numbers."""
+        found = np.isin(numbers, list(self.numbers))
+        return found | np.isnan(numbers) if "nan" in self.words else found
+
+
+def cells_of(column: Any, name: str) -> Cells:
+    """A column of any library, as numbers in an array or else as a list.
+
+    What pandas takes for no value, NaN among numbers too, is None.
+
+    Args:
+        column: a list, a NumPy array, an Arrow array, a pandas or polars series.
+        name: what errors call it.
+
+    Raises:
+        DataError: it is no list of values.
+    """
+    if hasattr(column, "to_pylist"):
+        return list(column.to_pylist())
+    if hasattr(column, "isna"):
+        return [None if gone else value for value, gone in zip(column, column.isna(), strict=True)]
+    if isinstance(column, np.ndarray):
+        if column.ndim != 1:
+            raise DataError(f"field {name!r} must be a list of values, got an array of {column.ndim} axes")
+        numeric = column.dtype.kind in "iuf" and not isinstance(column, np.ma.MaskedArray)
+        return column if numeric else list(column)
+    if isinstance(column, str | bytes) or (not isinstance(column, Sequence) and not hasattr(column, "__array__")):
+        raise DataError(f"field {name!r} must be a list of values, one for each record, got {type(column).__name__}")
+    return list(column)
+
+
+# ---- columns that are no field -----------------------------------------------------------------------------
+
+_INDEX = re.compile(r"(Unnamed: \d+)?|__index_level_\d+__|Unnamed: \d+_level_\d+")
+INDEX = "the index of a pandas table, or a column without a name"
+CODE = r"0\d+|0[xX][\dA-Fa-f]+|[+-]?\d{16,}"
+"""Digits that are no number: leading zeros, hexadecimal ones, or more of them than float64 holds."""
+CODES = "digits that are codes: with leading zeros, hexadecimal, or 16 digits and more"
+
+
+def is_index(name: str) -> bool:
+    """Whether a column is called as pandas writes its index, which numbers records: an empty name is one."""
+    return _INDEX.fullmatch(normal(name)) is not None

@@ -1,0 +1,381 @@
+"""A `Dataset`, the sources that one can come from, and the check of live records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sottovoce_core.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce_core.data.cells import INDEX, is_index, normal
+from sottovoce_core.data.columns import OTHER_WIDTH, read_cells, read_columns
+from sottovoce_core.data.drafting import DIFFER, IDENTIFIER, are_gaps, is_identifier, may_identify, nearly_all_differ
+from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
+from sottovoce_core.data.files import READABLE, SCHEMA_READS, RawTable, misfit, read_npz
+from sottovoce_core.data.known import KNOWN, VARIABLE, find, nearest
+from sottovoce_core.data.spec import DataSpec, Schema
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.optional import import_extra
+from sottovoce_core.registry import LARGEST
+
+
+def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: Loss) -> None:
+    """Refuse records that the loss is not defined for.
+
+    A message describes shapes and rules, and quotes no record value nor the place of one: it may travel to a feeder or
+    into a log, where nothing of a record may go.
+
+    Args:
+        features: must be `(records, n_features)`, finite.
+        labels: must be `(records,)`, finite; class numbers from 0 for losses of many classes, 0 or 1 for those of two.
+        n_features: length of a feature row, intercept included where the run appends one.
+        loss: the loss of the run.
+
+    Raises:
+        DataError: one of these does not hold.
+    """
+    if features.ndim != 2:
+        raise DataError(f"features must have the shape (records, {n_features}), got {features.ndim} axes")
+    if features.shape[1] != n_features:
+        raise DataError(f"a record must have {n_features} features, got {features.shape[1]}")
+    if labels.shape != features.shape[:1]:
+        raise DataError(f"labels must have the shape {features.shape[:1]}, one for each record, got {labels.shape}")
+    if not np.isfinite(features).all():
+        raise DataError("features must be finite numbers, got NaN or infinity")
+    if not np.isfinite(labels).all():
+        raise DataError("labels must be finite numbers, got NaN or infinity")
+    if (classes := loss.n_classes) is None:
+        return
+    if not np.isin(labels, np.arange(classes)).all():
+        allowed = f"whole numbers from 0 to {classes - 1}" if classes > 2 else "0 or 1"
+        raise DataError(
+            f"labels of the {loss.kind} loss must be {allowed}, got another number; number your classes from 0"
+        )
+
+
+_RECORDS, _HELD_OUT = 75_000, 25_000
+_NAMES = ("heart_rate", "breaths", "temperature", "oxygen", "pressure", "age")
+
+
+def _vital_signs() -> RawTable:
+    """What is measured at made-up bedsides, and whether a patient was worse a day later (1) or not (0).
+
+    Severity is drawn, rises with age, and drifts with the season; measurements and outcome follow from it, each with noise of its
+    own. One year, in the order of time; every fourth record is held out. The same numbers at every call.
+    """
+    random, count = np.random.default_rng(20260101), _RECORDS + _HELD_OUT
+    noise = random.normal(size=(count, 6))
+    age = np.clip(62 + 16 * random.normal(size=count), 18, 98)
+    season = 0.5 * np.sin(2 * np.pi * np.arange(count) / count)
+    severity = random.normal(size=count) + (age - 62) / 40 + season
+    usual = np.array([82, 17, 37.1, 95.5, 124])
+    rising = np.array([11, 3.2, 0.45, -1.7, -9])
+    spread = np.array([9, 2.2, 0.5, 1.2, 11])
+    measured = usual + severity[:, None] * rising + noise[:, :5] * spread
+    measured[:, 3] = np.clip(measured[:, 3], 60, 100)
+    measured[:, 4] += 0.25 * (age - 62)
+    features = np.round(np.column_stack([measured, age]), 1)
+    worse = as_floats(severity + 0.3 * noise[:, 5] > 0.3)
+    held_out = np.arange(count) % 4 == 3
+    return RawTable(
+        features[~held_out],
+        worse[~held_out],
+        columns=_NAMES,
+        test=(features[held_out], worse[held_out]),
+        label="worse",
+    )
+
+
+class Labelled(NamedTuple):
+    """Records with their labels: `(records, features)` and `(records,)`."""
+
+    features: FloatArray
+    labels: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Records of one source, before anybody got any of them.
+
+    Attributes:
+        name: the source.
+        features: `(records, features)`, finite.
+        labels: `(records,)` in the domain of the loss.
+        classes: `(records,)` rank of the original label; a partition deals by class, though a binary loss sees two
+            labels only. None: the labels are the classes.
+        learner: `(records,)` to whom a record goes: an index into `learner_names` if there are any, else into the
+            learners of the run.
+        learner_names: names that the source calls learners by.
+        round: `(records,)` the round in which a record is learned.
+        test: a part that the source itself holds out.
+        class_names: what the source calls the classes, by rank; none where the label is a number.
+    """
+
+    name: str
+    features: FloatArray
+    labels: FloatArray
+    classes: IntArray | None = None
+    learner: IntArray | None = None
+    learner_names: tuple[str, ...] | None = None
+    round: IntArray | None = None
+    test: Labelled | None = None
+    class_names: tuple[str, ...] = ()
+
+
+def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), meant: bool = True) -> Dataset:
+    """Read the records of `data.source` and map their labels to the domain of the loss.
+
+    Args:
+        data: where records come from.
+        loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
+        folders: where the `.npz` files of data sets that have a name are looked for (`data_folders`).
+        meant: whether anybody learns from the labels: as of `map_labels`.
+
+    Raises:
+        SpecError: there is no such source, or what reads it is not installed.
+        DataError: its records are unusable; the message names the row and the column.
+    """
+    if data.live:
+        raise SpecError(f"data.source must be where records are, got {data.source}, whose records come later")
+    if data.schema is not None:
+        return _by_schema(data, data.schema, loss)
+    table = read_source(data, folders)
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
+    n = len(table.features)
+    learner, names = _learner_column(table.learner, data.source)
+    rounds = None if table.round is None else _indices(table.round, "round", data.source)
+    test = None if table.test is None else Labelled(table.test[0], mapped[n:])
+    named = () if loss.n_classes is None else tuple(texts_of(np.unique(labels)))
+    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test, named)
+
+
+def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
+    """The records of `data.source` as they stand there; labels are float64 or text.
+
+    Raises:
+        SpecError, DataError: as `load_dataset`.
+    """
+    table = _read(data, folders)
+    _check(table, data.source)
+    return table
+
+
+def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
+    """The source as a table whose labels are float64 or text."""
+    known = KNOWN.get(data.source)
+    if known is not None and known.made:
+        return _vital_signs()
+    if known is not None and not known.originals:
+        loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
+        features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
+        return RawTable(as_floats(features), as_floats(labels))
+    if known is not None:
+        return _plain(read_npz(_public_file(data.source, folders)), data.source)
+    path = Path(data.source)
+    if path.suffix.lower() not in READABLE:
+        raise SpecError(
+            f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
+            f"{nearest(data.source)}"
+        )
+    require_source(path)
+    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+
+
+def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
+    """The records of a file as its schema reads them, all of them."""
+    path = Path(data.source)
+    found, learner, rounds = encode_file(path, Encoder.of(schema, loss, data.positive))
+    if found.refused:
+        told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
+        row, why = next(iter(found.refused.items()))
+        counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+        hint = f"; {found.hint}" if found.hint else ""
+        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
+    owners, names = _learner_column(learner, data.source)
+    placed = None if rounds is None else _indices(rounds, "round", data.source)
+    return Dataset(
+        data.source,
+        found.features,
+        found.labels,
+        found.classes,
+        owners,
+        names,
+        placed,
+        None,
+        schema.label.classes or (),
+    )
+
+
+def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
+    """Encode the records of a file, whose columns must be those of the schema; and its columns `learner` and `round`.
+
+    Raises:
+        SpecError: there is no such file, or it is of another format.
+        DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
+    """
+    ragged = list[int]()
+    columns, learner, rounds = read_cells(schema_reads(path), ragged)
+    schema, there = encoder.schema, {normal(name) for name in columns}
+    declared = [*schema.features, schema.label.name]
+    wanted = {name: name in there for name in declared}
+    if why := misfit(there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"):
+        raise DataError(f"{path} {why}")
+    found = encoder.columns(columns).among(dict.fromkeys(ragged, OTHER_WIDTH))
+    if not len(found.fits):
+        raise DataError(f"{path} must hold at least one record")
+    return found, learner, rounds
+
+
+def schema_reads(path: Path) -> Path:
+    """A file that a schema can read, by its name.
+
+    Raises:
+        SpecError: there is no such file, or it is of another format.
+    """
+    if path.suffix.lower() not in SCHEMA_READS:
+        raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
+    return require_source(path)
+
+
+def require_source(path: Path) -> Path:
+    """The file, where there is one.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if path.is_dir():
+        raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
+    if not path.is_file():
+        raise SpecError(f"records must be in a file that exists, got {path} (looked for at {path.absolute()})")
+    return path
+
+
+def _public_file(source: str, folders: Sequence[Path]) -> Path:
+    """Where a public data set lies.
+
+    Raises:
+        SpecError: nowhere; with the command that gets it, and where it was looked for.
+    """
+    if (path := find(source, folders)) is not None:
+        return path
+    places = ", ".join(str(folder / f"{source}.npz") for folder in folders) or f"no folder, for {VARIABLE} is not set"
+    raise SpecError(
+        f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {VARIABLE} to a folder "
+        f"that has {source}.npz; looked at {places}"
+    )
+
+
+def _plain(table: RawTable, source: str) -> RawTable:
+    """The table with labels as float64 or text."""
+
+    def plain(labels: AnyArray) -> AnyArray:
+        if labels.dtype.kind not in "biufUS":
+            raise DataError(f"{source}: labels must be numbers or text, got {labels.dtype}")
+        return labels.astype(np.str_) if labels.dtype.kind in "US" or loses_digits(labels) else as_floats(labels)
+
+    test = None if table.test is None else (table.test[0], plain(table.test[1]))
+    return replace(table, labels=plain(table.labels), test=test)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------
+
+
+def _check(table: RawTable, source: str) -> None:
+    """Shapes agree, and every number is finite."""
+    if not table.features.size:
+        raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")
+    for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
+        _check_length(name, values, len(table.features), source)
+    _check_finite(table, table.features, table.labels, source)
+    _check_fields(table, source)
+    if table.test is not None:
+        features, labels = table.test
+        if features.shape[1] != table.features.shape[1]:
+            want = table.features.shape[1]
+            raise DataError(
+                f"{source}: test records must have {want} features like the others, got {features.shape[1]}"
+            )
+        if labels.dtype.kind != table.labels.dtype.kind:
+            raise DataError(
+                f"{source}: labels must be all numbers or all text, got {table.labels.dtype}, {labels.dtype}"
+            )
+        _check_length("test labels", labels, len(features), source)
+        _check_finite(table, features, labels, f"{source}, test part")
+
+
+def _check_length(name: str, values: AnyArray | None, records: int, source: str) -> None:
+    """One entry a record."""
+    if values is not None and values.shape != (records,):
+        raise DataError(f"{source}: {name} must have the shape ({records},), one for each record, got {values.shape}")
+
+
+def _check_finite(table: RawTable, features: FloatArray, labels: AnyArray, source: str) -> None:
+    """Names the first number that is not finite, or so large that its square is not."""
+    odd = ~(np.abs(features) <= LARGEST)  # not-a-number is odd, too
+    if odd.any():
+        row, column = (int(index) for index in np.argwhere(odd)[0])
+        where = f"{source}: row {row} (counted from 0), {table.called(column)}"
+        raise DataError(f"{where} {_finite(features[row, column])}")
+    if labels.dtype.kind == "f" and (odd := ~(np.abs(labels) <= LARGEST)).any():
+        row = int(np.flatnonzero(odd)[0])
+        raise DataError(f"{source}: row {row} (counted from 0), label column {_finite(labels[row])}")
+
+
+def _finite(number: float) -> str:
+    """What a number must be, and what it is: a finite one is not quoted."""
+    if np.isfinite(number):
+        return f"must be between -{LARGEST:g} and {LARGEST:g}, got a larger number: rescale the column, or drop it"
+    return f"must be a finite number, got {number}"
+
+
+def _check_fields(table: RawTable, source: str) -> None:
+    """No column is an index or names records, and every label is one: as `init --schema-only` sees it."""
+    for k, name in enumerate(table.columns or ()):
+        values = table.features[:, k]
+        why = INDEX if is_index(name) else ""
+        if may_identify(name) and (values == np.floor(values)).all():
+            why = IDENTIFIER if is_identifier(name, len(np.unique(values)), len(values)) else why
+        if why:
+            raise DataError(
+                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
+                "ignored in a schema"
+            )
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    if labels.dtype.kind != "U":
+        return
+    words = np.unique(labels).tolist()
+    if nearly_all_differ(len(words), len(labels)):
+        raise DataError(
+            f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label"
+        )
+    if gaps := are_gaps(words):
+        missing = int(np.isin(labels, gaps).sum())
+        raise DataError(
+            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            "or a word for it such as NA or ?): drop these, or choose another label"
+        )
+
+
+def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:
+    """Learners as indices, and the names that they index where the column holds names."""
+    if values is None or values.dtype.kind not in "US":
+        return None if values is None else _indices(values, "learner", source), None
+    names, index = np.unique(values.astype(np.str_), return_inverse=True)
+    return index.astype(np.int64), tuple(str(name) for name in names)
+
+
+def _indices(values: AnyArray, column: str, source: str) -> IntArray:
+    """A column of integers from 0."""
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{source}: column {column!r} must hold integers, got {values.dtype}")
+    numbers = as_floats(values)
+    bad = np.flatnonzero(~((numbers >= 0) & (numbers < 2**53) & (numbers == np.floor(numbers))))
+    if bad.size:
+        where = f"{source}: row {bad[0]} (counted from 0), column {column!r}"
+        raise DataError(f"{where} must be an integer >= 0, got {numbers[bad[0]]:g}")
+    return numbers.astype(np.int64)

@@ -1,0 +1,372 @@
+"""Records as a schema reads them: features, labels in the domain of the loss, and why a record does not fit.
+
+One record, a batch of live ones and a whole file go through the same code. A refusal names a field and a reason in words of the
+schema alone, which is public; how many there are of which kind depends on the records, and is for their owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sottovoce_core.arrays import AnyArray, BoolArray, FloatArray, IntArray, as_floats
+from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
+from sottovoce_core.data.fields import CategoryType, Label, Typed, truth_of
+from sottovoce_core.data.spec import Schema
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses import Loss
+
+_SHOWN = 12
+"""How many labels an error message lists."""
+_TRUTHS = {"yes", "no", "on", "off", "true", "false"}
+
+
+def map_labels(
+    labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None, *, meant: bool = True
+) -> tuple[FloatArray, IntArray]:
+    """Labels in the domain of the loss, and the class of each record.
+
+    Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
+    a label in `positive`, else 0; by default the later half of the k sorted labels is positive (with an odd k the middle one
+    is not), so of two labels the second. Of a file with one label, `positive` must say it, unless that is 0 or 1.
+
+    Args:
+        labels: `(records,)`, finite numbers or text.
+        loss: the loss of the run.
+        positive: labels that count as 1.
+        meant: whether anybody learns from them. Else the only label of a file is 0 where nothing says which it is.
+
+    Returns:
+        Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
+
+    Raises:
+        DataError: labels of a squared loss are not numbers, or those of two classes all the same, and nothing says which.
+        SpecError: `positive` names a label that does not occur, or all of them; or there are more labels than classes.
+    """
+    distinct, classes = np.unique(labels, return_inverse=True)
+    classes = classes.astype(np.int64)
+    if loss.n_classes is None:
+        if labels.dtype.kind != "f":
+            raise DataError(
+                f"labels of the {loss.kind} loss must be numbers, got text{_told(labels, distinct)}; choose another label or a "
+                "loss of classes"
+            )
+        return as_floats(labels), classes
+    if loss.binary and len(distinct) < 2:
+        only = texts_of(distinct)[0]
+        known = meant or positive is not None or only in ("0", "1")
+        return np.full(len(labels), _of_one(only, loss, positive, many=len(labels) > 1) if known else 0.0), classes
+    few = _told(labels, distinct)
+    return _class_labels(texts_of(distinct), loss, positive, "that occur", shown=bool(few))[classes], classes
+
+
+def _told(labels: AnyArray, distinct: AnyArray) -> str:
+    """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
+    few = len(distinct) <= _SHOWN and 2 * len(distinct) <= len(labels)
+    return f": {_listed(texts_of(distinct))}" if few else ""
+
+
+def _core(text: str) -> str:
+    """A label without what is easily written differently: case, blanks, a final dot."""
+    return " ".join(normal(text).rstrip(". ").split()).casefold()
+
+
+def alike(texts: Iterable[str]) -> str:
+    """Labels that differ by case, blanks or a final dot alone, in words; empty: none do."""
+    kinds: dict[str, list[str]] = {}
+    for text in texts:
+        kinds.setdefault(_core(text), []).append(text)
+    same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
+    return (
+        f"{'; '.join(same[:_SHOWN])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        if same
+        else ""
+    )
+
+
+def near(text: str, declared: Iterable[str]) -> str | None:
+    """The declared label that a word differs from by case, blanks or a final dot alone; None: there is none."""
+    return next((each for each in declared if _core(each) == _core(text)), None)
+
+
+def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
+    """What the label of all records counts as, where they have one only: as `positive` says, or it is 0 or 1 itself.
+
+    Raises:
+        DataError: nothing says it.
+    """
+    if positive is not None:
+        return float(only in map(str, positive))
+    if only in ("0", "1"):
+        return float(only)
+    need = f"the {loss.kind} loss needs two labels, got"
+    if not many:  # the label of a single record is not quoted
+        raise DataError(f"{need} a single record: name in data.positive what counts as 1")
+    raise DataError(
+        f"{need} only {only}: name in data.positive what counts as 1 (if it is another one, {only} counts as 0)"
+    )
+
+
+def class_named(told: str, texts: Sequence[str]) -> str:
+    """The label that a word means: itself, else in another case, else of a true and a false one the one that it says.
+
+    Args:
+        told: `yes`, say.
+        texts: the labels that there are, as words.
+
+    Returns:
+        One of them; `told` where it means none, or several.
+    """
+    if told in texts:
+        return told
+    if len(same := [text for text in texts if text.casefold() == told.casefold()]) == 1:
+        return same[0]
+    truths = {truth_of(text): text for text in texts} if len(texts) == 2 else {}
+    return truths.get(truth_of(told), told) if truths.keys() == {True, False} else told
+
+
+def _class_labels(
+    classes: Sequence[str],
+    loss: Loss,
+    positive: tuple[int | str, ...] | None,
+    these: str = "that are declared",
+    *,
+    shown: bool = True,
+) -> FloatArray:
+    """What each of some classes is in the domain of the loss, `(classes,)`: as `map_labels`, in the order given.
+
+    Args:
+        classes: at least two where the loss has two.
+        loss: the loss of the run, which must have classes.
+        positive: labels that count as 1.
+        these: which classes, in errors.
+        shown: whether errors may list them.
+
+    Raises:
+        SpecError: `positive` names another label, or all of them; or there are more than the loss has.
+    """
+    if loss.binary:
+        return _is_positive(classes, positive, these, shown=shown)
+    if len(classes) > (loss.n_classes or 0):
+        found = f"{len(classes)} labels{f': {_listed(classes)}' if shown else ''}"
+        raise SpecError(f"loss.classes must be at least the number of labels {these}, got {loss.n_classes} for {found}")
+    return np.arange(len(classes), dtype=np.float64)
+
+
+def _is_positive(
+    texts: Sequence[str], positive: tuple[int | str, ...] | None, these: str, *, shown: bool
+) -> FloatArray:
+    """`(labels,)`: 1.0 where the label counts as 1."""
+    if positive is None:
+        return as_floats(2 * np.arange(len(texts)) >= len(texts))
+    wanted = {str(label) for label in positive}
+    if unknown := sorted(wanted - set(texts)):
+        bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
+        advice = "; without quotes YAML takes true and false for 1 and 0: put quotes around them" if bare else ""
+        known = f" ({_listed(texts)})" if shown else ""
+        raise SpecError(f"data.positive must name labels {these}{known}, got {_listed(unknown)}{advice}")
+    if not 0 < len(wanted) < len(texts):
+        known = f"labels {_listed(texts)}" if shown else f"{len(texts)} labels"
+        raise SpecError(f"data.positive must name some of the {known}, not all, got {list(positive)}")
+    return as_floats([text in wanted for text in texts])
+
+
+def texts_of(distinct: AnyArray) -> list[str]:
+    """Labels as a spec writes them: the float 3.0 is `3`."""
+    if distinct.dtype.kind != "f":
+        return [str(label) for label in distinct]
+    return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first few, for a message."""
+    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
+
+
+UNDECLARED = "a field that is neither declared nor ignored, or is there twice"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Records as they are learned.
+
+    Attributes:
+        features: `(fitting, width)`, within [-1, 1].
+        labels: `(fitting,)` in the domain of the loss; `(0,)` where none were asked for.
+        classes: `(fitting,)` class of each record, in the schema's order; None: the label is a number, or was not asked for.
+        fits: `(records,)`: which records those are.
+        refused: why the others do not fit, by their place among all; a field's name and a reason, in words.
+        near: declared categories, by field, that words of refused records differ from by case, blanks or a final dot alone. It
+            tells of records, and is for their owner.
+    """
+
+    features: FloatArray
+    labels: FloatArray
+    classes: IntArray | None
+    fits: BoolArray
+    refused: Mapping[int, str]
+    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def hint(self) -> str:
+        """What to add about words that are nearly categories, in words; empty: there are none."""
+        told = [f"{name}: some words differ from {', '.join(map(repr, words))}" for name, words in self.near.items()]
+        return (
+            f"{'; '.join(told)} by case, blanks or a final dot alone: write them as the schema has them" if told else ""
+        )
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many records were refused for which reason, most of them first."""
+        return dict(Counter(self.refused.values()).most_common())
+
+    def among(self, others: Mapping[int, str]) -> Encoded:
+        """These records among some that could not even be read.
+
+        Args:
+            others: why, by their place among all.
+        """
+        if not others:
+            return self
+        here = np.ones(len(self.fits) + len(others), dtype=bool)
+        here[list(others)] = False
+        places, fits = np.flatnonzero(here), here.copy()
+        fits[here] = self.fits
+        refused = {int(places[row]): why for row, why in self.refused.items()} | dict(others)
+        return replace(self, fits=fits, refused=dict(sorted(refused.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A schema beside a loss. `Encoder.of` makes one.
+
+    Attributes:
+        schema: what records may say.
+        values: what each class is for the loss, `(classes,)`; None: the label is a number.
+    """
+
+    schema: Schema
+    values: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, schema: Schema, loss: Loss, positive: tuple[int | str, ...] | None = None) -> Encoder:
+        """An encoder of records for a loss.
+
+        Args:
+            schema: what records may say.
+            loss: what labels are for.
+            positive: labels that count as 1 in a binary problem; None: the later half of them.
+
+        Raises:
+            SpecError: the label is of another type than the loss needs, has more classes, or `positive` does not fit.
+        """
+        label = schema.label
+        if loss.n_classes is None:
+            if label.classes is not None:
+                raise SpecError(f"data.schema.label must be a number for the {loss.kind} loss, got type {label.type}")
+            return cls(schema, None)
+        if label.classes is None:
+            raise SpecError(
+                f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
+            )
+        named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
+        return cls(schema, tuple(_class_labels(label.classes, loss, named).tolist()))
+
+    def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> Encoded:
+        """Encode many records.
+
+        Args:
+            columns: by name, one value for each record: lists, arrays of NumPy, Arrow, pandas or polars. A field without a
+                column is missing in every record.
+            labelled: they have a label.
+
+        Raises:
+            DataError: the columns differ in length, or are none.
+        """
+        cells = {name: cells_of(column, name) for name, column in columns.items()}
+        lengths = {len(column) for column in cells.values()}
+        if len(lengths) > 1:
+            raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
+        n = lengths.pop() if lengths else 0
+        named, odd = self._named(cells)
+        return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=labelled)
+
+    def records(self, records: Sequence[Mapping[str, Any]], *, labelled: bool = True) -> Encoded:
+        """Encode records that are mappings of a field's name to its value, such as JSON has; as `columns`.
+
+        A field that a record leaves out is missing.
+
+        Raises:
+            DataError: one is no mapping.
+        """
+        if not all(isinstance(record, Mapping) for record in records):
+            raise DataError("a record must be a mapping of fields to values")
+        found = [self._named(record) for record in records]
+        cells: dict[str, Cells] = {
+            field: [
+                record[named[field]] if field in named else None
+                for record, (named, _) in zip(records, found, strict=True)
+            ]
+            for field in (*self.schema.features, self.schema.label.name)
+        }
+        return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=labelled)
+
+    def _named(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
+        """Declared fields that are there, by the names that they are there by; and whether there are others."""
+        schema, named, odd = self.schema, dict[str, str](), False
+        for given in record:
+            name = normal(given) if isinstance(given, str) else ""
+            declared = name in schema.features or name == schema.label.name
+            odd |= name in named or not (declared or name in schema.ignored)
+            named[name] = given
+        return named, odd
+
+    def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
+        schema, n = self.schema, len(odd)
+        nothing: Cells = [None] * n
+        features, at, nearly = np.zeros((n, schema.width)), 0, dict[str, Sequence[str]]()
+        refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
+        for name, feature in schema.features.items():
+            end = at + len(feature.names(name))
+            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, at:end])
+            _refuse(refused, name, flaws)
+            nearly |= _near(name, feature, cells.get(name, nothing), flaws)
+            at = end
+        told = np.zeros(n)
+        if labelled:
+            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
+            _refuse(refused, schema.label.name, flaws)
+            nearly |= _near(schema.label.name, schema.label, cells.get(schema.label.name, nothing), flaws)
+        fits = np.ones(n, dtype=bool)
+        fits[list(refused)] = False
+        labels = told[fits] if labelled else np.empty(0)
+        classes = None
+        if labelled and self.values is not None:
+            classes = labels.astype(np.int64)
+            labels = np.asarray(self.values)[classes]
+        return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())), nearly)
+
+
+def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
+    """The class that a word or a number means, read as a label's value is, or as a word; itself where it means none."""
+    (place,), (flaw,) = label.read([told], Missing())
+    return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
+
+
+def _near(name: str, of: Typed, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+    """The categories of a field that some of its words nearly are."""
+    if not isinstance(of, CategoryType):
+        return {}
+    odd = {cells[row] for row in np.flatnonzero(flaws == Flaw.NO_CATEGORY.value) if isinstance(cells[row], str)}
+    found = {nearly for each in odd if (nearly := near(each, of.words)) is not None}
+    return {name: sorted(found)} if found else {}
+
+
+def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:
+    """Add what does not fit, where nothing before it did not."""
+    for row in np.flatnonzero(flaws).tolist():
+        refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).words}")

@@ -1,0 +1,483 @@
+"""A field of a record, by its type: a number, a date, a category, true or false; a feature or the label.
+
+Reading has two steps. `parsed` finds what a value is, in the field's own unit: a number, a day, the place of a category. `settle`
+holds all of them against what is declared, and scales. So a column of numbers is read at once, any other one value by value, and
+both come to the same.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+
+from sottovoce_core.arrays import FloatArray, IntArray, as_floats
+from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, Other, Plain, day_of, normal, number_of, plain_value
+from sottovoce_core.registry import Finite, Registry, Section
+
+LONGEST = 200
+"""Characters of a name or a category."""
+_LONG = 1024
+"""Bits of a whole number that is no code any more."""
+
+
+class Reading(NamedTuple):
+    """A column as it was read: `(records,)` each.
+
+    Attributes:
+        values: what it says; of no meaning where there is a flaw.
+        flaws: `Flaw` of each value.
+    """
+
+    values: FloatArray
+    flaws: IntArray
+
+
+# ---- what a schema file may say --------------------------------------------------------------------------
+
+_QUOTE = "YAML reads true and false as truth values, and 2020-01-31 as a date: put quotes around what is text"
+
+
+def _words(value: object) -> object:
+    """Text and numbers, as a file meant them."""
+    for each in value if isinstance(value, list | tuple) else ():
+        if isinstance(each, bool) or not isinstance(each, str | int | float):
+            raise ValueError(f"must be text or numbers ({_QUOTE})")
+    return value
+
+
+def _bounds_of_days(value: object) -> object:
+    if isinstance(value, list | tuple) and not all(map(_is_day, value)):
+        raise ValueError("must be two days such as 2020-01-31")
+    return value
+
+
+def _is_day(value: object) -> bool:
+    """A day without a time, as YAML or JSON has it."""
+    return type(value) is datetime.date or (
+        isinstance(value, str) and len(value) == len("2020-01-31") and not isinstance(day_of(value), Flaw)
+    )
+
+
+def _ordered(bounds: Any) -> Any:
+    if not bounds[0] < bounds[1]:
+        raise ValueError("the first bound must be below the second one")
+    return bounds
+
+
+def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
+    """Categories as they are compared."""
+    kinds = {isinstance(each, str) for each in categories}
+    if len(kinds) > 1:
+        raise ValueError(f"must be all text or all numbers: put quotes around {_unquoted(categories)} if it is text")
+    made = tuple(normal(each) if isinstance(each, str) else each for each in categories)
+    if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
+        raise ValueError("numbers must be finite")
+    if any(not 0 < len(each) <= LONGEST for each in made if isinstance(each, str)):
+        raise ValueError(f"must be texts of 1 to {LONGEST} characters")
+    if len({each if isinstance(each, str) else float(each) for each in made}) < len(made):
+        raise ValueError("must differ in more than blanks, Unicode's forms, or how a number is written")
+    if any(abs(each) >= 2**53 for each in made if not isinstance(each, str)):
+        raise ValueError("numbers must be below 2**53, beyond which they lose digits: put quotes around codes")
+    return made
+
+
+def _unquoted(categories: tuple[str | int | float, ...]) -> str:
+    return str(next(each for each in categories if not isinstance(each, str)))
+
+
+Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
+_Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_ordered)]
+_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
+Categories = Annotated[Words, AfterValidator(_distinct)]
+
+
+# ---- types -----------------------------------------------------------------------------------------------
+
+
+class Typed(Section, ABC):
+    """A field of one type: a feature, or the label."""
+
+    type: str
+
+    def read(self, cells: Cells, missing: Missing) -> Reading:
+        """Read a column, and hold it against what is declared.
+
+        Args:
+            cells: `(records,)`.
+            missing: what counts as no value.
+        """
+        return self.settle(self.parsed(cells, missing))
+
+    def parsed(self, cells: Cells, missing: Missing) -> Reading:
+        """What the values of a column are, whatever is declared: as `read`."""
+        if isinstance(cells, np.ndarray):
+            numbers = as_floats(cells)
+            if (parsed := self.parse_numbers(numbers)) is not None:
+                flaws = np.where(missing.among(numbers), Flaw.MISSING.value, parsed.flaws)
+                return Reading(parsed.values, flaws)
+        return self._one_by_one(cells, missing)
+
+    def _one_by_one(self, cells: Cells, missing: Missing) -> Reading:
+        values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
+        known: dict[object, float | Flaw] = {}
+        for i, cell in enumerate(cells):
+            try:
+                found = known.get(key := (type(cell), cell))
+            except TypeError:  # a list or the like, that no field takes
+                key, found = None, None
+            if found is None:
+                value = plain_value(cell)
+                found = known[key] = Flaw.MISSING if missing.has(value) else self.parse(value)
+            if isinstance(found, Flaw):
+                flaws[i] = found.value
+            else:
+                values[i] = found
+        return Reading(values, flaws)
+
+    @abstractmethod
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        """What a value is, in the field's own unit."""
+
+    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
+        """The same of many numbers, `(records,)`; None: not at once."""
+        return None
+
+    def settle(self, reading: Reading) -> Reading:
+        """What was parsed, scaled and held against what is declared."""
+        return reading
+
+    @property
+    def clips(self) -> bool:
+        """Whether a value beyond its bounds counts as the bound, in place of being refused."""
+        return False
+
+    @property
+    @abstractmethod
+    def takes(self) -> str:
+        """What it may say, in words."""
+
+
+def _scaled(reading: Reading, low: float, high: float, *, clips: bool) -> Reading:
+    """Onto [-1, 1]."""
+    values, flaws = reading
+    within = np.clip(values, low, high)
+    if not clips:
+        flaws = np.where((flaws == FITS) & (within != values), Flaw.BEYOND.value, flaws)
+    scaled: FloatArray = np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0)
+    return Reading(scaled, flaws)
+
+
+def _written(number: float) -> str:
+    """A number as people write it: 1.0 is `1`."""
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+class NumberType(Typed):
+    """A number within declared bounds."""
+
+    type: Literal["number"] = "number"
+    bounds: _Bounds
+
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        return number_of(value)
+
+    def parse_numbers(self, numbers: FloatArray) -> Reading:
+        fits = np.isfinite(numbers)
+        return Reading(np.where(fits, numbers, 0.0), np.where(fits, FITS, Flaw.NOT_FINITE.value))
+
+    def settle(self, reading: Reading) -> Reading:
+        return _scaled(reading, *self.bounds, clips=self.clips)
+
+    @property
+    def takes(self) -> str:
+        return " to ".join(map(_written, self.bounds))
+
+
+class CategoryType(Typed):
+    """One of declared words or numbers."""
+
+    type: Literal["category"] = "category"
+    categories: Annotated[Categories, Field(min_length=1)]
+
+    @cached_property
+    def _places(self) -> Mapping[object, int]:
+        return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
+
+    @property
+    def _of_text(self) -> bool:
+        return isinstance(self.categories[0], str)
+
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        told: object = value
+        if not self._of_text:
+            told = number_of(value)
+        elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits alone
+            told = str(value) if value.bit_length() < _LONG else None
+        place = self._places.get(told)
+        return Flaw.NO_CATEGORY if place is None else float(place)
+
+    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
+        if self._of_text:
+            return None
+        known = as_floats(self.categories)
+        order = np.argsort(known)
+        places = order[np.minimum(np.searchsorted(known[order], numbers), len(known) - 1)]
+        flaws = np.where(known[places] == numbers, FITS, Flaw.NO_CATEGORY.value)
+        return Reading(places.astype(np.float64), flaws)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The categories as text: the number 1.0 is `1`."""
+        return tuple(each if isinstance(each, str) else _written(each) for each in self.categories)
+
+    @property
+    def takes(self) -> str:
+        return ", ".join(self.words)
+
+
+_TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off")
+
+
+def truth_of(value: Plain | Other) -> bool | None:
+    """What a word or a number says as true or false; None: neither."""
+    told, number = value.casefold() if isinstance(value, str) else None, number_of(value)
+    if told in _TRUE or number == 1.0:
+        return True
+    return False if told in _FALSE or number == 0.0 else None
+
+
+class BooleanType(Typed):
+    """True or false, in their usual words."""
+
+    type: Literal["boolean"] = "boolean"
+
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        if isinstance(value, bool):
+            return 1.0 if value else -1.0
+        told = truth_of(value)
+        return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
+
+    def parse_numbers(self, numbers: FloatArray) -> Reading:
+        flaws = np.where((numbers == 0.0) | (numbers == 1.0), FITS, Flaw.NO_BOOLEAN.value)
+        return Reading(np.where(numbers == 1.0, 1.0, -1.0), flaws)
+
+    @property
+    def takes(self) -> str:
+        return "true, false"
+
+
+class DateType(Typed):
+    """A day between two declared ones."""
+
+    type: Literal["date"] = "date"
+    bounds: _Days
+
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        return day_of(value)
+
+    def parse_numbers(self, numbers: FloatArray) -> Reading:
+        return Reading(np.zeros(len(numbers)), np.full(len(numbers), Flaw.NO_DATE.value))
+
+    def settle(self, reading: Reading) -> Reading:
+        low, high = (day.toordinal() for day in self.bounds)
+        return _scaled(reading, low, high, clips=self.clips)
+
+    @property
+    def takes(self) -> str:
+        return "{} to {}".format(*self.bounds)
+
+
+_Beyond = Literal["refuse", "clip"]
+
+# ---- features --------------------------------------------------------------------------------------------
+
+
+class Feature(Typed):
+    """A field that is learned from: a number, a date, a category, true or false."""
+
+    missing: Literal["refuse", "neutral", "flag"] = "refuse"
+    """A record without a value. refuse: it does not fit. neutral: zeros stand for it. flag: likewise, and one more feature is 1
+    where the value is missing, else 0."""
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Of the encoded features of the field of this name."""
+        return (*self._names(name), *((f"{name} missing",) if self.missing == "flag" else ()))
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def encode(self, cells: Cells, missing: Missing, into: FloatArray) -> IntArray:
+        """Write a column's features.
+
+        Args:
+            cells: `(records,)`.
+            missing: what counts as no value.
+            into: zeros, `(records, features)`: as many as there are `names`.
+
+        Returns:
+            `(records,)`: 0 or the number of a `Flaw`.
+        """
+        values, flaws = self.read(cells, missing)
+        gaps = flaws == Flaw.MISSING.value
+        rows = np.flatnonzero(flaws == FITS)
+        self._write(values[rows], rows, into)
+        if self.missing == "flag":
+            into[:, -1] = gaps
+        return flaws if self.missing == "refuse" else np.where(gaps, FITS, flaws)
+
+    def _write(self, values: FloatArray, rows: IntArray, into: FloatArray) -> None:
+        into[rows, 0] = values
+
+    @property
+    def calm(self) -> float:
+        """The first feature of the value that has the smallest norm."""
+        return 1.0
+
+    @abstractmethod
+    def opposite(self, features: FloatArray) -> FloatArray:
+        """The features of a value that is far from this one, `(features,)` each; what is missing stays missing."""
+
+
+class _Bounded(Feature):
+    """A feature with declared bounds."""
+
+    beyond: _Beyond = "refuse"
+    """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
+
+    @property
+    def clips(self) -> bool:
+        return self.beyond == "clip"
+
+    def opposite(self, features: FloatArray) -> FloatArray:
+        return _negated(features)
+
+
+class Number(NumberType, _Bounded):
+    """A number within declared bounds, which are scaled onto [-1, 1]."""
+
+    @property
+    def calm(self) -> float:
+        return 0.0
+
+
+class Date(DateType, _Bounded):
+    """A day between two declared ones, which are scaled onto [-1, 1]."""
+
+    @property
+    def calm(self) -> float:
+        low, high = (day.toordinal() for day in self.bounds)
+        return float(self.settle(Reading(np.array([float((low + high) // 2)]), np.zeros(1, dtype=np.int64))).values[0])
+
+
+class Boolean(BooleanType, Feature):
+    """True, which is 1, or false, which is -1."""
+
+    def opposite(self, features: FloatArray) -> FloatArray:
+        return _negated(features)
+
+
+class Category(CategoryType, Feature):
+    """One of declared words or numbers: a feature for each, 1 where it is that one, else 0."""
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{name}={word}" for word in self.words)
+
+    def _write(self, values: FloatArray, rows: IntArray, into: FloatArray) -> None:
+        into[rows, values.astype(np.int64)] = 1.0
+
+    def opposite(self, features: FloatArray) -> FloatArray:
+        n = len(self.categories)
+        return np.concatenate([np.roll(features[:n], 1), features[n:]])
+
+
+def _negated(features: FloatArray) -> FloatArray:
+    """Of all but a flag, which is the second one."""
+    return np.concatenate([-features[:1], features[1:]])
+
+
+FEATURES: Registry[Feature] = Registry(
+    Feature,  # type: ignore[type-abstract]  # of its subclasses
+    {"number": "Number", "category": "Category", "boolean": "Boolean", "date": "Date"},
+    group=None,
+    key="type",
+)
+
+AnyFeature = Annotated[SerializeAsAny[Feature], FEATURES]
+"""A field of a schema: the feature of the type that it names."""
+
+
+# ---- labels ----------------------------------------------------------------------------------------------
+
+
+class Label(Typed):
+    """The field that is learned. It may neither be missing nor beyond its bounds."""
+
+    name: str
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """What the class numbers 0, 1, ... stand for; None: it is a number."""
+        return None
+
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        """The classes as a record has them: words, numbers, or False and True."""
+        return self.classes or ()
+
+    def unscaled(self, labels: FloatArray) -> FloatArray:
+        """Numbers as a record has them, of such as are learned, `(...)`."""
+        return labels
+
+
+class NumberLabel(NumberType, Label):
+    """A number within declared bounds, which are scaled onto [-1, 1]."""
+
+    def unscaled(self, labels: FloatArray) -> FloatArray:
+        low, high = self.bounds
+        return low + (labels + 1.0) * ((high - low) / 2.0)
+
+
+class CategoryLabel(CategoryType, Label):
+    """One of declared words or numbers: classes 0, 1, ... in this order."""
+
+    categories: Annotated[Categories, Field(min_length=2)]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.words
+
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        return self.categories
+
+
+class BooleanLabel(BooleanType, Label):
+    """False, which is class 0, or true, which is class 1."""
+
+    def settle(self, reading: Reading) -> Reading:
+        return Reading((reading.values + 1.0) / 2.0, reading.flaws)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return ("false", "true")
+
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        return (False, True)
+
+
+LABELS: Registry[Label] = Registry(
+    Label,  # type: ignore[type-abstract]  # of its subclasses
+    {"number": "NumberLabel", "category": "CategoryLabel", "boolean": "BooleanLabel"},
+    group=None,
+    key="type",
+)
+
+AnyLabel = Annotated[SerializeAsAny[Label], LABELS]
+"""The label of a schema, of the type that it names."""

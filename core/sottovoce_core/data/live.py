@@ -1,0 +1,182 @@
+"""Live records: from what their owner has, rows of features and labels as a run learns them.
+
+Mappings, tables of pandas, polars or Arrow, and plain arrays go through here, whoever brings them; so what a record is in a
+run is said once, by its spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.data.encoding import Encoded, Encoder
+from sottovoce_core.data.files import DIGITS
+from sottovoce_core.data.spec import DataSpec
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.losses import Loss
+from sottovoce_core.registry import LARGEST
+
+NOT_FINITE, NO_LABEL = "a number that is not finite", "the label: none that the loss knows"
+TOO_LARGE = f"a number beyond {LARGEST:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecords:
+    """What a live record is in a run. `LiveRecords.of` makes one.
+
+    Attributes:
+        data: section of the run spec.
+        loss: of the run.
+        encoder: of the schema; None: records are numbers already.
+    """
+
+    data: DataSpec
+    loss: Loss
+    encoder: Encoder | None
+
+    @classmethod
+    def of(cls, data: DataSpec, loss: Loss) -> LiveRecords:
+        """For a run.
+
+        Raises:
+            SpecError: it has no live records, or its schema does not fit its loss.
+        """
+        if not data.live:
+            raise SpecError(
+                f"the records of this run come from {data.source}: only one with data.source live takes others"
+            )
+        return cls(data, loss, None if data.schema is None else Encoder.of(data.schema, loss, data.positive))
+
+    def encode(self, records: Any, labels: Any = None, *, labelled: bool = True) -> Encoded:
+        """Records as they are learned, with the intercept where the run has one.
+
+        Args:
+            records: with a schema, mappings of fields to values, or a table: a mapping of fields to columns, or one of pandas,
+                polars or Arrow. Without, numbers: `(records, features)`.
+            labels: `(records,)`; None: with a schema they are a field of the records.
+            labelled: records have labels; False: they are to be predicted.
+
+        Raises:
+            DataError: these are no such records. One that does not fit is no error: `Encoded.refused` has it.
+        """
+        if self.encoder is None:
+            found = self._numbers(records, labels, labelled=labelled)
+        else:
+            found = self._fields(self.encoder, records, labels, labelled=labelled)
+        if not self.data.intercept:
+            return found
+        return replace(found, features=np.column_stack([found.features, np.ones(len(found.features))]))
+
+    def _fields(self, encoder: Encoder, records: Any, labels: Any, *, labelled: bool) -> Encoded:
+        name = encoder.schema.label.name
+        columns = _columns(records)
+        if columns is not None:
+            return encoder.columns(columns if labels is None else {**columns, name: labels}, labelled=labelled)
+        if isinstance(records, str | bytes) or not isinstance(records, Sequence):
+            raise DataError(
+                f"records must be mappings of fields to values, or a table, got {type(records).__name__}; this run has a schema"
+            )
+        if labels is not None:
+            labels = list(labels)
+            if len(labels) != len(records) or not all(isinstance(record, Mapping) for record in records):
+                raise DataError(f"labels must be one for each of {len(records)} mappings, got {len(labels)}")
+            records = [{**record, name: label} for record, label in zip(records, labels, strict=True)]
+        return encoder.records(records, labelled=labelled)
+
+    def _numbers(self, records: Any, labels: Any, *, labelled: bool) -> Encoded:
+        wanted = self.data.features
+        try:
+            features = np.asarray(records, dtype=np.float64)
+            given = np.asarray(labels if labelled and labels is not None else np.empty(0), dtype=np.float64)
+        except (TypeError, ValueError):
+            raise DataError(f"records must be numbers (records, {wanted}): this run has no schema") from None
+        if features.ndim != 2 or features.shape[1] != wanted:
+            raise DataError(f"records must be shaped (records, {wanted}), got {features.shape}")
+        if labelled and given.shape != features.shape[:1]:
+            raise DataError(f"labels must be {len(features)}, one for each record, got {given.shape}")
+        refused = dict.fromkeys(np.flatnonzero(~np.isfinite(features).all(axis=1)).tolist(), NOT_FINITE)
+        for row in np.flatnonzero((np.abs(features) >= 2**53).any(axis=1)).tolist():
+            exact = records[row].tolist() if isinstance(records[row], np.ndarray) else records[row]
+            if any(isinstance(each, int) and int(float(each)) != each for each in exact):
+                refused.setdefault(row, DIGITS)
+            elif (np.abs(features[row]) > LARGEST).any():
+                refused.setdefault(row, TOO_LARGE)
+        if labelled:
+            classes = self.loss.n_classes
+            known = np.isfinite(given) if classes is None else np.isin(given, np.arange(classes))
+            for row in np.flatnonzero(~known).tolist():
+                refused.setdefault(row, NO_LABEL)
+        fits = np.ones(len(features), dtype=bool)
+        fits[list(refused)] = False
+        return Encoded(
+            as_floats(features[fits]), given[fits] if labelled else given, None, fits, dict(sorted(refused.items()))
+        )
+
+    def fitting(self, records: Any, labels: Any = None, *, labelled: bool = True) -> Encoded:
+        """As `encode`, of records that all fit.
+
+        Raises:
+            DataError: one of them does not, by its number and a reason.
+        """
+        found = self.encode(records, labels, labelled=labelled)
+        if found.refused:
+            row, why = next(iter(found.refused.items()))
+            more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
+            raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
+        return found
+
+    @property
+    def folded(self) -> bool:
+        """Do several of the schema's labels count as one class of the loss?"""
+        values = () if self.encoder is None else self.encoder.values or ()
+        return len(set(values)) < len(values)
+
+    @property
+    def classes(self) -> tuple[str | float, ...] | None:
+        """What the loss's classes 0, 1, ... are called; None: labels are numbers.
+
+        As the records have them, where the schema has a label for each; else, and beyond those, by their numbers.
+        """
+        n = self.loss.n_classes
+        if n is None:
+            return None
+        called: list[str | float] = list(range(n))
+        if self.encoder is not None and self.encoder.values is not None and not self.folded:
+            for place, label in zip(self.encoder.values, self.encoder.schema.label.values, strict=True):
+                called[int(place)] = label
+        return tuple(called)
+
+    def told(self, scores: FloatArray, labels: FloatArray) -> list[str | float]:
+        """What a model says of records, as they have their labels.
+
+        Args:
+            scores: `(records, ...)`.
+            labels: `(records,)`, which the loss makes of them where it has classes.
+        """
+        classes = self.classes
+        if classes is not None:
+            return [classes[int(label)] for label in labels]
+        return list((scores if self.encoder is None else self.encoder.schema.label.unscaled(scores)).tolist())
+
+
+def _columns(table: Any) -> Mapping[str, Any] | None:
+    """A table as columns by name; None: it is none."""
+    if isinstance(table, Mapping):
+        return table
+    if hasattr(table, "column_names") and hasattr(table, "column"):  # Arrow
+        return {name: table.column(name) for name in table.column_names}
+    if hasattr(table, "columns") and hasattr(table, "__getitem__"):  # pandas, polars
+        return {name: _without_gaps(table[name]) for name in table.columns}
+    return None
+
+
+def _without_gaps(column: Any) -> Any:
+    """A column of pandas, which says by NaN, NaT or NA that there is nothing, with None there."""
+    if not hasattr(column, "isna"):
+        return column
+    gaps = np.asarray(column.isna(), dtype=bool)
+    return [None if gap else value for value, gap in zip(column, gaps, strict=True)] if gaps.any() else column

@@ -1,0 +1,371 @@
+"""The section `data` of a run spec: the source of records, their schema, and how a source is dealt to learners.
+
+A schema declares which fields there are, what each may say, and so how a record becomes features. Nothing is read off records, so
+the encoding is public, and the same at every learner.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, NonNegativeInt, SerializeAsAny, field_validator, model_validator
+
+from sottovoce_core.arrays import FloatArray, IntArray
+from sottovoce_core.data.cells import Missing, normal
+from sottovoce_core.data.fields import LONGEST, AnyFeature, AnyLabel, Label, Words
+from sottovoce_core.data.files import PLACEMENT
+from sottovoce_core.registry import Count, Positive, Registry, Section
+
+MOST_FEATURES = 2**16
+
+
+def _name(value: object) -> str:
+    """The name of a field as it is compared."""
+    if not isinstance(value, str):
+        raise ValueError("a field's name must be text: put quotes around it")
+    name = normal(value)
+    if not 0 < len(name) <= LONGEST or not name.isprintable():
+        raise ValueError(f"a field's name must be 1 to {LONGEST} printable characters")
+    if name in PLACEMENT:
+        raise ValueError("learner and round place a record: they are no fields of it, and need not be declared")
+    return name
+
+
+Name = Annotated[str, BeforeValidator(_name)]
+
+
+class Schema(Section):
+    """The fields of a record.
+
+    Features stand in the order of their fields' names: a mapping has no order, and the same schema must give the same
+    features wherever it was written or copied.
+    """
+
+    features: Annotated[dict[Name, AnyFeature], Field(min_length=1)]
+    """By name, which is that of a column."""
+    label: AnyLabel
+    ignored: tuple[Name, ...] = ()
+    """Fields that are there, and not learned from."""
+    missing_values: Words = ("NA", "?")
+    """What counts as no value, in any case of letters, beside none at all and empty text."""
+
+    @field_validator("features", mode="before")
+    @classmethod
+    def _names_differ(cls, features: Any) -> Any:
+        if isinstance(features, Mapping):
+            named = Counter(normal(name) for name in features if isinstance(name, str))
+            if twice := [name for name, times in named.items() if times > 1]:
+                raise ValueError(
+                    f"names must differ in more than blanks or Unicode's forms: {twice[0]!r} is there twice"
+                )
+        return features
+
+    @field_validator("features")
+    @classmethod
+    def _in_order(cls, features: dict[str, Any]) -> dict[str, Any]:
+        return dict(sorted(features.items()))
+
+    @field_validator("label")
+    @classmethod
+    def _label_is_named(cls, label: Label) -> Label:
+        return label.model_copy(update={"name": _name(label.name)})
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> Schema:
+        declared = [*self.features, self.label.name, *self.ignored]
+        if twice := [name for name, times in Counter(declared).items() if times > 1]:
+            raise ValueError(f"a field is a feature, the label or ignored, and that once: {twice[0]!r} is there twice")
+        if self.width > MOST_FEATURES:
+            raise ValueError(f"there may be {MOST_FEATURES} encoded features, and there are {self.width}")
+        if twice := [name for name, times in Counter(self.names).items() if times > 1]:
+            raise ValueError(f"encoded features must differ in name, and two are called {twice[0]!r}: rename a field")
+        for name, field in {**self.features, self.label.name: self.label}.items():
+            if none := [each for each in getattr(field, "categories", ()) if self.missing.has(each)]:
+                raise ValueError(
+                    f"{none[0]!r} is a category of {name!r}, and counts as missing: take it out of the categories or out "
+                    f"of missing_values, which are {list(self.missing_values)}"
+                )
+        return self
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.features.items()), self.label, self.ignored, self.missing_values))
+
+    @cached_property
+    def missing(self) -> Missing:
+        """What counts as no value."""
+        return Missing.of(self.missing_values)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the encoded features, in order: `age`, `ward=icu`, `stay missing`."""
+        return tuple(each for name, feature in self.features.items() for each in feature.names(name))
+
+    @cached_property
+    def width(self) -> int:
+        """How many encoded features there are."""
+        return sum(len(feature.names(name)) for name, feature in self.features.items())
+
+    @property
+    def norm_bound(self) -> float:
+        """The largest l2 norm of a record's encoded features: no field contributes more than 1 to its square."""
+        return math.sqrt(len(self.features))
+
+    # ---- records that it allows ------------------------------------------------------------------------------
+
+    def opposite(self, features: FloatArray) -> FloatArray:
+        """A record that is far from this one: `(width,)` each.
+
+        Numbers, dates, true and false are mirrored, a category becomes the next one, and what is missing stays missing.
+        """
+        made, at = features.copy(), 0
+        for name, feature in self.features.items():
+            end = at + len(feature.names(name))
+            made[at:end] = feature.opposite(features[at:end])
+            at = end
+        return made
+
+    def extreme(self) -> FloatArray:
+        """A record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
+        made, at = np.zeros(self.width), 0
+        for name, feature in self.features.items():
+            made[at] = 1.0
+            at += len(feature.names(name))
+        return made
+
+    def quiet(self) -> FloatArray:
+        """A record of the smallest norm, `(width,)`: half-way between bounds, and missing where that is neutral."""
+        made, at = np.zeros(self.width), 0
+        for name, feature in self.features.items():
+            made[at] = 0.0 if feature.missing == "neutral" else feature.calm
+            at += len(feature.names(name))
+        return made
+
+
+class Partition(Section, ABC):
+    """Who gets which record."""
+
+    kind: str
+
+    shared: ClassVar[bool] = False
+    """Does every learner get every record, so that nothing is dealt?"""
+
+    @abstractmethod
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        """The records of each learner, as places in `labels`.
+
+        Args:
+            labels: `(records,)` in the domain of the loss.
+            classes: `(records,)` class of each record, at least as fine as the labels.
+            n_learners: number of learners.
+            rng: source of all randomness.
+        """
+
+    def owners(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> IntArray:
+        """The learner of every record, `(records,)`; arguments as in `deal`."""
+        owners = np.empty(len(labels), dtype=np.int64)
+        for learner, rows in enumerate(self.deal(labels, classes, n_learners, rng)):
+            owners[rows] = learner
+        return owners
+
+
+PARTITIONS: Registry[Partition] = Registry(
+    Partition,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "iid": "Iid",
+        "by_label": "ByLabel",
+        "dirichlet": "Dirichlet",
+        "paper_40_60": "Paper4060",
+        "shared": "Shared",
+    },
+    group="partitions",
+)
+
+AnyPartition = Annotated[SerializeAsAny[Partition], PARTITIONS]
+"""A field of a spec: the partition of the kind that it names."""
+
+
+class Iid(Partition):
+    """Records are dealt out at random."""
+
+    kind: Literal["iid"] = "iid"
+
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        return np.array_split(rng.permutation(len(labels)), n_learners)
+
+
+class ByLabel(Partition):
+    """Records are sorted by label and cut into equal parts: most learners see one label only.
+
+    `mixed` is the share of each learner's records that is dealt out at random instead (0: the hardest skew).
+    """
+
+    kind: Literal["by_label"] = "by_label"
+    mixed: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        """A random pool of the share `mixed`, dealt evenly; the rest sorted by label, then class, and cut evenly."""
+        shuffled = rng.permutation(len(labels))
+        pool, rest = np.split(shuffled, [round(self.mixed * len(labels))])
+        rest = rest[np.lexsort((classes[rest], labels[rest]))]
+        # array_split gives its surplus records to the first parts; reversed, the pool's surplus goes to the last learners,
+        # so that totals differ by at most one.
+        pools = np.array_split(pool, n_learners)[::-1]
+        return [np.concatenate(pair) for pair in zip(np.array_split(rest, n_learners), pools, strict=True)]
+
+
+class Dirichlet(Partition):
+    """For each label, shares over learners drawn from a symmetric Dirichlet law: small concentration, strong skew."""
+
+    kind: Literal["dirichlet"] = "dirichlet"
+    concentration: Positive
+
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        """Shares p ~ Dirichlet(concentration, ..., concentration) of each class.
+
+        Learner i gets the records of the shuffled class between the rounded cuts `records * (p_0 + ... + p_{i-1})` and
+        `records * (p_0 + ... + p_i)`.
+        """
+        parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
+        for rows in _shuffled_classes(classes, rng):
+            shares = rng.dirichlet(np.full(n_learners, self.concentration))
+            cuts = np.rint(len(rows) * np.cumsum(shares)[:-1]).astype(np.int64)
+            for part, piece in zip(parts, np.split(rows, cuts), strict=True):
+                part.append(piece)
+        return [np.concatenate(part) for part in parts]
+
+
+_OWN_SHARE = 0.4
+"""Share of a class that goes to the learner of that class (Chen & Wang 2025, experiments B and C)."""
+
+
+class Paper4060(Partition):
+    """40 % of class c to learner c mod learners, the rest of it dealt out evenly (Chen & Wang, experiments B and C)."""
+
+    kind: Literal["paper_40_60"] = "paper_40_60"
+
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        """40 % of class c to learner `c mod n_learners`, 60 % evenly to the others (to itself, if there are none)."""
+        parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
+        for c, rows in enumerate(_shuffled_classes(classes, rng)):
+            owner = c % n_learners
+            others = rng.permutation(np.delete(np.arange(n_learners), owner)) if n_learners > 1 else np.array([owner])
+            own, rest = np.split(rows, [round(_OWN_SHARE * len(rows))])
+            parts[owner].append(own)
+            for other, piece in zip(others, np.array_split(rest, len(others)), strict=True):
+                parts[other].append(piece)
+        return [np.concatenate(part) for part in parts]
+
+
+class Shared(Partition):
+    """Every learner has every record, in the same rounds: for one global objective that all know (the dpsda family)."""
+
+    kind: Literal["shared"] = "shared"
+
+    shared: ClassVar[bool] = True
+
+    def deal(self, labels: FloatArray, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
+        return [np.arange(len(labels))] * n_learners
+
+
+def _shuffled_classes(classes: IntArray, rng: np.random.Generator) -> list[IntArray]:
+    """The records of each class that occurs, in random order, class by class."""
+    rows = rng.permutation(len(classes))
+    rows = rows[np.argsort(classes[rows], kind="stable")]
+    return np.split(rows, np.flatnonzero(np.diff(classes[rows])) + 1)
+
+
+LIVE = "live"
+_OF_FILES = ("label", "partition", "order", "reuse", "test_fraction", "scale")
+"""Fields that say what becomes of records that are there."""
+
+with warnings.catch_warnings():
+    # Pydantic says that the name hides a method, which it gave up for `model_json_schema` and nothing here calls. A class that
+    # inherited the field would have that method for its default, before Pydantic 2.12.
+    warnings.filterwarnings("ignore", 'Field name "schema"', UserWarning)
+
+    class DataSpec(Section):
+        """Where records come from, who gets which, and in what order."""
+
+        schema: Schema | None = None  # type: ignore[assignment]
+        """What the fields of a `.csv` or `.parquet` file, and of live records, may say; None: all are numbers."""
+        source: str = "breast_cancer"
+        """The name of a data set (`sottovoce data list` shows them), a path to a `.npz`, `.csv` or `.parquet` file, or `live`:
+        each learner's owner brings records while the run goes on."""
+        features: Count | None = None
+        """Numbers of a live record, which no schema describes, without the intercept."""
+        label: str | None = None
+        """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
+        positive: tuple[int | str, ...] | None = None
+        """Labels that count as 1 in a binary problem (default: the later half of the sorted labels; of those of a schema, in its
+        order)."""
+        partition: AnyPartition = Iid()
+        """Ignored where the file carries a `learner` column."""
+        order: Literal["given", "shuffled"] = "shuffled"
+        batch_size: Count | Literal["all"] = 1
+        """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round). Of live records: the most that a
+        round takes, of those that are there.
+
+        Ignored where the file carries a `round` column.
+        """
+        reuse: bool = False
+        """Start again from the first record when a learner's records run out. Each use is an event of its own."""
+        test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
+        """Held out for accuracy. Treated as public: the constants of `scale` are read off it."""
+        scale: Literal["none", "standard", "range"] = "none"
+        """Per-feature scaling by constants of the held-out part, so that no constant depends on a learner's records."""
+        intercept: bool = True
+        """Append a constant feature."""
+        seed: NonNegativeInt = 0
+        """For the split, the partition and the order. Not for noise."""
+
+        @model_validator(mode="after")
+        def _schema_says_it(self) -> DataSpec:
+            if self.schema is not None and self.label is not None:
+                raise ValueError("label must be left out with a schema, which says which field it is")
+            if self.schema is not None and self.scale != "none":
+                raise ValueError("scale must be none with a schema, which scales by declared bounds")
+            return self
+
+        @model_validator(mode="after")
+        def _live_or_not(self) -> DataSpec:
+            if not self.live:
+                if self.features is not None:
+                    raise ValueError(
+                        f"features must be left out but with source: {LIVE}; a file says how many there are"
+                    )
+                return self
+            if (self.schema is None) == (self.features is None):
+                raise ValueError(
+                    f"source: {LIVE} needs a schema, or features (how many numbers a record has): one of the two"
+                )
+            if self.batch_size == "all":
+                raise ValueError("batch_size must be a number for live records: the most that a round takes")
+            if self.positive is not None and self.schema is None:
+                raise ValueError(
+                    "positive must be left out without a schema: labels of live records are the loss's own"
+                )
+            unset = type(self).model_fields
+            odd = [name for name in _OF_FILES if getattr(self, name) != unset[name].get_default()]
+            if odd:
+                raise ValueError(f"{odd[0]} must be left out with source: {LIVE}, whose records are nowhere yet")
+            return self
+
+        @property
+        def live(self) -> bool:
+            """True where records come while the run goes on."""
+            return self.source == LIVE
+
+        @property
+        def width(self) -> int | None:
+            """Features of a live record as it is learned, with the intercept; None: a file says it."""
+            if not self.live:
+                return None
+            own = self.features if self.schema is None else self.schema.width
+            return (own or 0) + self.intercept

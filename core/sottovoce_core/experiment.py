@@ -1,0 +1,326 @@
+"""An experiment: a run spec made in Python or read from a file, with its records, its run and its promises.
+
+`prepare` is the step below it, which every command takes: from a spec to a run and its data, ready to start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import ValidationError, ValidationInfo, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
+
+from sottovoce_core.algorithms.setting import Caveat
+from sottovoce_core.budget.composition import check_lattice
+from sottovoce_core.data import LearnerData, PlacedData, load_dataset
+from sottovoce_core.data.known import data_folders
+from sottovoce_core.errors import SpecError
+from sottovoce_core.explaining import explain, short
+from sottovoce_core.privacy.guarantee import Guarantee, overall
+from sottovoce_core.running.cautions import budget_cautions, cautions
+from sottovoce_core.running.placement import foreseen, place, unplaced
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, dump_spec, read_document, with_schema
+
+PAUSES = "PAUSES"
+"""Of a run of live records that does not outlast a pause of theirs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A run that may start, and who learns what when.
+
+    `cautions` are what of its budget ends it early, and what of its records makes numbers say less than they seem to.
+    """
+
+    run: Run
+    data: PlacedData
+    cautions: tuple[Caveat, ...] = ()
+
+    def dearest(self) -> int:
+        """The index of the learner with the largest epsilon over the whole run."""
+        counts = [np.diff(own.offsets) for own in self.data.learners]
+        return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
+
+
+def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False, learned: bool = True) -> Prepared:
+    """Load and place the data, and check the run.
+
+    Args:
+        spec: the run spec.
+        folders: where data sets that have a name are looked for (`data_folders`).
+        live: whether records may come later, from elsewhere; there are none then.
+        learned: whether anybody learns from the records. Else what their label counts as need not be known: a run costs the same.
+
+    Raises:
+        SpecError: the spec cannot be run as it is, or has no records yet.
+        DataError: its data cannot be used.
+    """
+    if spec.data.live and not live:
+        raise SpecError(
+            "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
+        )
+    if not spec.data.live:
+        dataset = load_dataset(spec.data, spec.loss, folders=folders, meant=learned)
+        ready = _checked(spec, data := place(spec, dataset))
+        return replace(ready, cautions=(*ready.cautions, *cautions(spec, dataset, data)))
+    found = _checked(spec, unplaced(spec))
+    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
+
+
+def _pauses(spec: RunSpec) -> Iterator[Caveat]:
+    """What becomes of a run whose records stay away for a while."""
+    if spec.clock.mode in ("free", "async"):
+        yield Caveat(
+            PAUSES,
+            f"clock.mode {spec.clock.mode} waits in every round for a record at each learner, and the run fails where none comes "
+            f"for {spec.clock.deadline_s:g} s (clock.deadline_s): take paced where streams pause",
+        )
+
+
+def foresee(spec: RunSpec, rounds: int | None, rate: float, horizon: float | None = None) -> Prepared:
+    """A run of live records as if they came evenly: what it costs follows from their numbers alone.
+
+    Args:
+        spec: the run spec.
+        rounds: look at so many (None: all that are planned, or else the horizon).
+        rate: records a round on average.
+        horizon: rounds that a promise is to cover; infinity: all that there ever are. Those with the fewest records count then.
+
+    Raises:
+        SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
+    """
+    if not spec.data.live:
+        raise SpecError(
+            f"how many records a round brings is known where they come from {spec.data.source}: give neither"
+        )
+    if horizon == math.inf:
+        rounds, rate = (
+            rounds or 2,
+            math.floor(rate) if rate >= 1.0 else min(rate, 0.5),
+        )  # so that one of two brings none
+    elif rounds is None and spec.endless and horizon is not None and horizon >= 1.0:
+        rounds = int(horizon)
+    if rounds is None and spec.endless:
+        raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
+    if rounds is not None:
+        spec = spec.model_copy(update={"rounds": rounds})
+    return _checked(spec, foreseen(spec, rate))
+
+
+def _checked(spec: RunSpec, data: PlacedData) -> Prepared:
+    """Raises `SpecError` where the run cannot be."""
+    run = build_run(spec, data.n_features)
+    if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
+        raise SpecError(
+            f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
+        )
+    if run.algorithm.accountant(0).shared and spec.data.live:
+        raise SpecError(
+            f"{spec.algorithm.name} needs the same records at every learner in every round, and live ones are each learner's own"
+        )
+    slack = check_lattice(run)
+    return Prepared(replace(run, warnings=run.warnings + slack), data, tuple(budget_cautions(run, data)))
+
+
+def _same(one: LearnerData, other: LearnerData) -> bool:
+    parts = ("features", "labels", "order", "offsets")
+    return one is other or all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)
+
+
+class Experiment(RunSpec):
+    """A run spec to work with.
+
+    Every field of a spec file is a keyword here, and a section is what a file would say (a word, or a mapping of fields) or an
+    object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed
+    when they are first needed (data sets that have a name, in $SOTTOVOCE_DATA or where `sottovoce data fetch` puts them).
+
+    Raises:
+        SpecError: one line per problem, each with the field, the value and what is allowed.
+
+    >>> from sottovoce_core.losses.linear import Logistic
+    >>> experiment = Experiment(
+    ...     rounds=30,
+    ...     learners=["north", "east", "south"],
+    ...     algorithm={"name": "ldp-dol", "sigma": 2.0},
+    ...     loss=Logistic(ridge=0.01),
+    ...     topology={"graph": "complete"},
+    ...     data={"source": "breast_cancer", "scale": "standard"},
+    ... )
+    >>> experiment
+    Experiment 'run': ldp-dol, 3 learners, 30 rounds of breast_cancer
+    >>> round(experiment.guarantee("north").epsilon(), 3)
+    53.748
+    >>> Experiment(rounds=0, algorithm="ldp-dol")
+    Traceback (most recent call last):
+    sottovoce_core.errors.SpecError: experiment: rounds: must be greater than 0, got 0
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """The errors of a spec file, in the same words; and a schema that is named as a file is read."""
+        fields = with_schema(fields, Path())
+        try:
+            return handler(fields)
+        except ValidationError as error:
+            source = (info.context or {}).get("source", "experiment")
+            raise SpecError(explain(error, source, fields, RunSpec)) from None
+
+    def __repr__(self) -> str:
+        size = f"{self.n_learners} learners, {self.rounds:,} rounds of {self.data.source}"
+        return f"Experiment {self.name!r}: {self.algorithm.name}, {size}"
+
+    __str__ = __repr__
+
+    def to_yaml(self, path: Path | str | None = None) -> str:
+        """The spec file that says the same, complete with defaults; written to `path` if one is given."""
+        text = dump_spec(self, None if path is None else Path(path).parent)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def replace(self, **changes: Any) -> Experiment:
+        """Another experiment with some fields changed, checked like any.
+
+        Args:
+            changes: field to value; a field of a section by its place, with dots.
+
+        Raises:
+            SpecError: there is no such section or field, or it may not have that value.
+
+        >>> experiment = Experiment(rounds=10, algorithm={"name": "ldp-dol", "sigma": 1.0})
+        >>> experiment.replace(rounds=20, **{"algorithm.sigma": 2.0}).algorithm.sigma
+        2.0
+        """
+        document = self.model_dump(mode="json")
+        for dotted, value in changes.items():
+            *sections, field = dotted.split(".")
+            inner: Any = document
+            for depth, section in enumerate(sections, 1):
+                inner = inner.get(section)
+                if not isinstance(inner, dict):
+                    where = ".".join(sections[:depth])
+                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {inner!r}")
+            inner[field] = value
+        return Experiment.model_validate(document)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Pydantic's, without the records and the run of the original, which need not be those of the copy."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("prepared", None)
+        return copied
+
+    # ---- what it comes to ------------------------------------------------------------------------------------
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The run and its records, ready to start; made once.
+
+        Raises:
+            SpecError: it cannot be run as it is; `CheckFailed`: by a condition of the algorithm, which the error names.
+            DataError: its data cannot be used.
+        """
+        return prepare(self, folders=data_folders())
+
+    @property
+    def run(self) -> Run:
+        """The algorithm, the network and the warnings, as `prepared`."""
+        return self.prepared.run
+
+    @property
+    def records(self) -> PlacedData:
+        """Who learns which records when, and those held out, as `prepared`."""
+        return self.prepared.data
+
+    def index(self, learner: str | int) -> int:
+        """The index of a learner, by its name or index.
+
+        Raises:
+            SpecError: there is none.
+        """
+        if learner in self.names:
+            return self.names.index(str(learner))
+        if isinstance(learner, int) and 0 <= learner < self.n_learners:
+            return learner
+        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {short(learner)}")
+
+    def guarantee(self, learner: str | int) -> Guarantee:
+        """What is promised about one learner's messages, for the records that it will learn.
+
+        Args:
+            learner: its name or index.
+
+        Raises:
+            SpecError: there is none, or the experiment cannot be run as it is.
+            DataError: its data cannot be used.
+
+        >>> promise = Experiment(rounds=10, algorithm="ldp-dol").guarantee("learner-0")
+        >>> promise.per_round.shape, promise.grounds.threat_model.value
+        ((10,), 'wire')
+        >>> promise.epsilon(5) < promise.epsilon()
+        True
+        """
+        i = self.index(learner)
+        return self.run.guarantee(i, np.diff(self.records.learners[i].offsets))
+
+    def dearest(self) -> int:
+        """The index of the learner with the largest epsilon over the whole run."""
+        return self.prepared.dearest()
+
+    def epsilon(self) -> float:
+        """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
+        promises = [self.guarantee(i) for i in range(self.n_learners)]
+        return overall((each.epsilon() for each in promises), shared=promises[0].shared)
+
+
+def experiment_of(source: Experiment | Path | str) -> Experiment:
+    """An experiment, or that of a spec file.
+
+    Raises:
+        SpecError: it is neither, or the file has no valid spec.
+    """
+    if isinstance(source, Experiment):
+        return source
+    if isinstance(source, Path | str):
+        return load(source)
+    raise SpecError(
+        f"an experiment must be a sottovoce.Experiment or the path of a spec file, got {type(source).__name__}"
+    )
+
+
+def require_count(what: str, value: object) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise SpecError(f"{what} must be a whole number, got {short(value)}")
+    if value < 1:
+        raise SpecError(f"{what} must be at least 1, got {value}")
+
+
+def load(path: Path | str) -> Experiment:
+    """An experiment from a spec file (YAML), as the command line reads it.
+
+    Args:
+        path: the file. Relative paths in it begin in the file's own folder.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid spec: one line per problem.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "wards.yaml").write_text("{name: wards, rounds: 20, algorithm: ldp-dol}", encoding="utf-8")
+    ...     load(f"{folder}/wards.yaml")
+    Experiment 'wards': ldp-dol, 5 learners, 20 rounds of breast_cancer
+    """
+    document = read_document(Path(path))
+    return Experiment.model_validate(document, context={"source": str(path)})

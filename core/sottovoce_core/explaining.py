@@ -1,0 +1,284 @@
+"""What is wrong with a document of fields, in words for the person who wrote it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import numbers
+import reprlib
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from sottovoce_core.registry import Registry, Section, Truth
+from sottovoce_core.yaml_files import write_yaml
+
+Place = tuple[int | str, ...]
+RECORDS: tuple[Place, ...] = (("data",), ("data", "source"))
+"""Where somebody may have put the records themselves."""
+_PLAIN = (str, bytes, numbers.Number, datetime.date, datetime.time, PurePath, type, type(None))
+
+_BY_FORM = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "path_type": "a path",
+    "none_required": "null",
+    "model_type": "a mapping of fields",
+    "model_attributes_type": "a mapping of fields",
+    "dict_type": "a mapping of fields",
+    "mapping_type": "a mapping of fields",
+    "finite_number": "a finite number",
+}
+"""What a value must be that is of another type, by the kind of Pydantic's error."""
+_NUMBERS = ("int_type", "int_parsing", "int_parsing_size", "float_type", "float_parsing", "finite_number")
+_LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
+_OTHER_TYPE = {*_BY_FORM, *_LISTS, "literal_error"} - {"finite_number"}
+
+
+def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
+    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
+    return "\n".join(f"{source}: {line}" for line in lines_of(error, document, model))
+
+
+def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
+    """The same, a line each; the fields that a section has are named once."""
+    found, lines, listed = _by_place(error.errors(), document), list[str](), set[Place]()
+    for place, alike in found:
+        unknown = alike[0]["type"] == "extra_forbidden"
+        again = unknown and place[:-1] in listed
+        lines.append(f"unknown field {_where(place)}" if again else _line(place, alike, document, model))
+        listed |= {place[:-1]} if unknown else set()
+    return lines
+
+
+def requirement(problem: Any) -> str:
+    """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
+    kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
+    if kind in _NUMBERS and _is_too_large(problem.get("input")):
+        return "must be a number within [-1e+308, 1e+308]"
+    if kind in _BY_FORM or kind in _LISTS:
+        return f"must be {_form(problem)}"
+    match kind:
+        case "invalid_key":
+            return "the name of a field must be text"
+        case "literal_error" | "enum":
+            return f"must be {context['expected']}"
+        case "too_short" | "too_long":
+            least, most = context.get("min_length"), context.get("max_length")
+            return f"must have {f'at least {least}' if kind == 'too_short' else f'at most {most}'} items"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"must be {text.removeprefix('Input should be ')}"
+        case _:
+            text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            return f"{text[0].lower()}{text[1:]}"
+
+
+def _is_too_large(value: object) -> bool:
+    """Whether a value is a number, written with digits, that float64 cannot hold."""
+    if not isinstance(value, int | str) or isinstance(value, bool):
+        return False
+    try:
+        return math.isinf(float(value)) and "inf" not in str(value).lower()
+    except OverflowError:
+        return True
+    except ValueError:
+        return False
+
+
+def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[Any]]]:
+    """The problems of each place in the document.
+
+    Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
+    list is not that it is one; and a number that is too large is not wrong for being no list. A list with a wrong item is not
+    too short: Pydantic counts the items that are right.
+    """
+    found = [(_place(each, document), each) for each in problems]
+    deeper = {place[:k] for place, _ in found for k in range(len(place))}
+    kept = [
+        (place, each)
+        for place, each in found
+        if not (place in deeper and (each["type"] == "too_short" or _of_several(each, place)))
+    ]
+    groups = []
+    for place, pairs in groupby(kept, key=lambda pair: pair[0]):
+        alike = [each for _, each in pairs]
+        fitting = [each for each in alike if each["type"] not in _OTHER_TYPE]
+        groups.append((place, fitting if fitting and _of_several(alike[0], place) else alike))
+    return groups
+
+
+def _place(problem: Any, document: object) -> Place:
+    """Where in the document: Pydantic also names the type that it took the value for."""
+    place: list[int | str] = []
+    for part in problem["loc"]:
+        if (isinstance(document, Mapping) and part in document) or (
+            isinstance(part, int) and isinstance(document, list | tuple) and part < len(document)
+        ):
+            document = document[part]
+        elif problem["type"] != "missing" or part != problem["loc"][-1]:
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _of_several(problem: Any, place: Place) -> bool:
+    """Is it of a field that may be of several types?"""
+    return len(problem["loc"]) > len(place)
+
+
+def _where(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _line(place: Place, alike: list[Any], document: object, model: type[Section]) -> str:
+    problem, where = alike[0], _where(place)
+    match problem["type"]:
+        case "extra_forbidden":
+            known = _fields_at(place[:-1], document, model)
+            there = (
+                f"the fields are {', '.join(known)}"
+                if known
+                else "`sottovoce spec check --json-schema` has the fields there are"
+            )
+            return f"unknown field {where}; {there}"
+        case "missing":
+            return f"field {where} is required{_shown_form(place, document, model)}"
+        case "kind":  # a registry's own words
+            text = problem["msg"]
+            dot = "." if text.startswith(("kind", "name", "type")) else ": "
+            field = "field " if " is required" in text else ""
+            return f"{field}{where}{dot}{text}"
+    told = list(dict.fromkeys(map(requirement, alike)))
+    if len(told) > 1 and all(each.startswith("must be ") for each in told):
+        told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
+    value = problem.get("input")
+    value = value.value if isinstance(value, Truth) else value
+    if problem["type"] == "invalid_key":
+        where = _where(place[:-1])
+    subject = f"{where}: " if where else ""
+    # A whole document or section says nothing: its fields are named by what is wrong with them together.
+    whole = not place or (isinstance(value, Mapping) and {each["type"] for each in alike} == {"value_error"})
+    came = "" if whole else f", got {_kind(value) if _of_records(place, value) else short(value)}"
+    return f"{subject}{', or '.join(told)}{came}{_example(place, document, model) or _advice(place, alike, value)}"
+
+
+def _example(place: Place, document: object, model: type[Section]) -> str:
+    """The right form of a field that has an example, also for an item of its list; empty without one."""
+    for end in range(len(place), 0, -1):
+        field = _fields_at(place[: end - 1], document, model).get(str(place[end - 1]))
+        if field is not None:
+            return f": write {place[end - 1]}: {_as_yaml(field.examples[0])}" if field.examples else ""
+    return ""
+
+
+def _shown_form(place: Place, document: object, model: type[Section]) -> str:
+    """How a section that stands as a word is written with a field that it lacks, or the example of that field."""
+    *parent, name = place
+    section: Any = document
+    for part in parent:
+        section = section.get(part) if isinstance(section, Mapping) else None
+    if not isinstance(section, str):
+        return _example(place, document, model)
+    fields = _fields_at(tuple(parent), document, model)
+    key = next((each for each in ("kind", "name", "type") if each in fields), "kind")
+    needed = {each: field for each, field in fields.items() if field.is_required() and each != key}
+    if name not in needed:
+        return ""
+    shown = ", ".join(
+        f"{each}: {_as_yaml(field.examples[0]) if field.examples else '...'}" for each, field in needed.items()
+    )
+    return f": write {parent[-1]}: {{{key}: {section}, {shown}}}"
+
+
+def _as_yaml(value: object) -> str:
+    return write_yaml(value, flow=True).strip()
+
+
+def _form(problem: Any) -> str:
+    if problem["type"] not in _LISTS:
+        return _BY_FORM[problem["type"]]
+    of = next((each for each in problem["loc"][::-1] if isinstance(each, str)), "")
+    return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
+
+
+def _advice(place: Place, alike: list[Any], value: object) -> str:
+    kinds = {each["type"] for each in alike}
+    if _of_records(place, value):
+        return ": records lie in a file: write them to a .csv or .parquet one, and give its path as data.source"
+    if kinds <= {"string_type", "invalid_key"} and isinstance(value, int | float | datetime.date):
+        return ": put quotes around it, for it is text"
+    if kinds <= set(_LISTS) and isinstance(value, str | int | float):
+        written = write_yaml([value], flow=True).strip()
+        return f": write {written}" if len(written) < 40 else ": put it in brackets"
+    return ""
+
+
+def _of_records(place: Place, value: object) -> bool:
+    """Has somebody put the records themselves there?"""
+    words = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    return place in RECORDS and not isinstance(value, _PLAIN) and not words
+
+
+class _Short(reprlib.Repr):
+    """Of what may hold records, as a data frame or an array, its class alone."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return super().repr_instance(x, level) if isinstance(x, _PLAIN) else _kind(x)
+
+    repr_array = repr_deque = repr_instance
+
+
+def _kind(value: object) -> str:
+    """What a value is, and nothing of what it says."""
+    of, name = type(value).__module__.partition(".")[0], type(value).__qualname__
+    return name if of == "builtins" else f"{name} of {of}"
+
+
+def short(value: object) -> str:
+    """A value as far as a line holds it: aliases of YAML make one of a few lines endless. Records in a frame are not shown."""
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    shortened = _Short()  # its limits are arguments from Python 3.12 on
+    shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 1, 10, 10, 10
+    shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200
+    return shortened.repr(value)
+
+
+def _registries(field: FieldInfo) -> Iterator[Registry[Any]]:
+    """The registry of a field whose value, or an item of it, is a section that names its kind."""
+    found = [*field.metadata]
+    annotations = [field.annotation]
+    while annotations:
+        each = annotations.pop()
+        found += getattr(each, "__metadata__", ())
+        annotations += get_args(each)
+    return (each for each in found if isinstance(each, Registry))
+
+
+def _fields_at(place: Place, document: Any, model: type[Section]) -> Mapping[str, FieldInfo]:
+    """The fields of the section at a place of a document; none where it is not known which it is."""
+    section: Any = model
+    field: FieldInfo | None = None
+    for part in place:
+        if isinstance(part, int):  # an item of the same field
+            document = document[part] if isinstance(document, list | tuple) and part < len(document) else None
+        else:
+            is_section = isinstance(section, type) and issubclass(section, Section)
+            field = section.model_fields.get(part) if is_section else None
+            document = document.get(part) if isinstance(document, Mapping) else None
+        if field is None:
+            return {}
+        registry = next(_registries(field), None)
+        section = field.annotation if registry is None else registry.class_of(document)
+    return section.model_fields if isinstance(section, type) and issubclass(section, Section) else {}

@@ -1,0 +1,28 @@
+"""Losses of one record, by the kind that a spec gives. To add one: its class in a file here, and a line below."""
+
+from typing import Annotated
+
+from pydantic import SerializeAsAny
+
+from sottovoce_core.losses.loss import Loss, MarginLoss, beside, bounded, mean_gradient, scale_rows
+from sottovoce_core.registry import Registry
+
+LOSSES: Registry[Loss] = Registry(
+    Loss,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "logistic": "sottovoce_core.losses.linear:Logistic",
+        "ridge": "sottovoce_core.losses.linear:Ridge",
+        "least_squares": "sottovoce_core.losses.linear:LeastSquares",
+        "hinge": "sottovoce_core.losses.linear:Hinge",
+        "smoothed_hinge": "sottovoce_core.losses.linear:SmoothedHinge",
+        "softmax": "sottovoce_core.losses.linear:Softmax",
+        "torch": "sottovoce_core.losses.torch:TorchLoss",
+    },
+    group="losses",
+    default="logistic",
+)
+
+AnyLoss = Annotated[SerializeAsAny[Loss], LOSSES]
+"""A field of a spec: the loss of the kind that it names."""
+
+__all__ = ["LOSSES", "AnyLoss", "Loss", "MarginLoss", "beside", "bounded", "mean_gradient", "scale_rows"]

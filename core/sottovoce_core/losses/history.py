@@ -1,0 +1,168 @@
+"""The history gradient `d_t(theta)`: the mean gradient of all records seen so far (Chen & Wang 2025, section II).
+
+Two ways, chosen by the loss: exact statistics where it is quadratic in theta and not clipped (constant time and memory), and
+the records themselves for everything else (time and memory grow with the rounds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+
+from sottovoce_core.arrays import Batch, FloatArray, Scalars
+from sottovoce_core.losses.linear import Quadratic
+from sottovoce_core.losses.loss import Loss, beside, mean_gradient, scores_of
+
+
+class History(Protocol):
+    """All that a learner remembers of its records: a value, `observe` returns the next one."""
+
+    def observe(self, batch: Batch) -> Self:
+        """The history with one more batch. Its records obey the loss's bounds (`Loss.enforce`)."""
+        ...
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        """Mean data gradient at `theta (..., dim)` over the records seen (zero before the first), without the ridge."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """Rows along axis -2 that only grow. Values share one buffer: appending to the newest writes in place, else copies."""
+
+    buffer: FloatArray
+    length: int
+    filled: list[int]  # of the shared buffer: how far some value has written it
+
+    @classmethod
+    def empty(cls, like: FloatArray, more: int = 0) -> _Log:
+        """For rows as these, or with more columns."""
+        return cls(np.empty((*like.shape[:-2], 8, like.shape[-1] + more)), 0, [0])
+
+    @property
+    def rows(self) -> FloatArray:
+        return self.buffer[..., : self.length, :]
+
+    def append(self, rows: FloatArray) -> _Log:
+        longer, new = self.longer(rows.shape[-2])
+        new[...] = rows
+        return longer
+
+    def longer(self, rows: int) -> tuple[_Log, FloatArray]:
+        """With so many rows more, and these, which are still to be written."""
+        new = self.length + rows
+        buffer, filled = self.buffer, self.filled
+        if new > buffer.shape[-2] or filled[0] != self.length:
+            buffer = np.empty((*buffer.shape[:-2], max(2 * new, 8), buffer.shape[-1]))
+            buffer[..., : self.length, :] = self.rows
+            filled = [self.length]
+        filled[0] = new
+        return _Log(buffer, new, filled), buffer[..., self.length : new, :]
+
+    def packed(self) -> FloatArray:
+        """For a snapshot: what is in use of the buffer."""
+        return self.rows
+
+    @classmethod
+    def unpacked(cls, rows: FloatArray) -> _Log:
+        """`packed` backwards."""
+        return cls(rows, rows.shape[-2], [rows.shape[-2]])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHistory:
+    """Keeps the records. Clipping is per record, before averaging: clipping the mean would not be 1/t-sensitive."""
+
+    loss: Loss
+    features: _Log | None = None
+    labels: _Log | None = None
+    present: _Log | None = None  # only where stacked learners have unequal numbers of records
+
+    def observe(self, batch: Batch) -> RecordHistory:
+        if batch.size == 0:
+            return self
+        labels = batch.labels[..., None]
+        if self.features is None or self.labels is None:
+            seen = 0
+            features_log, labels_log, present_log = _Log.empty(batch.features), _Log.empty(labels), None
+        else:
+            seen = self.features.length
+            features_log, labels_log, present_log = self.features, self.labels, self.present
+        if batch.present is not None or present_log is not None:
+            if present_log is None:
+                present_log = _Log.empty(labels).append(np.ones((*labels.shape[:-2], seen, 1)))
+            present = np.ones_like(batch.labels) if batch.present is None else batch.present
+            present_log = present_log.append(present[..., None])
+        return RecordHistory(self.loss, features_log.append(batch.features), labels_log.append(labels), present_log)
+
+    @property
+    def records(self) -> Batch | None:
+        """All records seen; None before the first."""
+        if self.features is None or self.labels is None:
+            return None
+        present = None if self.present is None else self.present.rows[..., 0]
+        return Batch(self.features.rows, self.labels.rows[..., 0], present)
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        records = self.records
+        return np.zeros_like(theta) if records is None else mean_gradient(self.loss, theta, records)
+
+
+_ZERO = np.zeros(())
+FOLD = 32
+"""Records that exact statistics keep as they are before adding them in: one update of a large matrix instead of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticHistory:
+    """Exact statistics of an unclipped quadratic loss: of rows `r = (a, phi'(0, b))`, the moments `M = sum r r^T`.
+
+    `d = (c theta, 1) M / count`, but for its last number. `(..., dim + 1, dim + 1)` numbers, and fewer than `FOLD` rows not
+    yet in them: constant time per round.
+    """
+
+    loss: Quadratic
+    moments: FloatArray | None = None
+    recent: _Log | None = None
+    count: Scalars = 0.0  # (..., 1) where stacked learners have unequal numbers of records
+
+    def observe(self, batch: Batch) -> QuadraticHistory:
+        if batch.size == 0:
+            return self
+        recent, new = (self.recent or _Log.empty(batch.features, 1)).longer(batch.size)
+        new[..., :-1] = batch.features
+        new[..., -1] = self.loss.slope(_ZERO, batch.labels)
+        count = self.count + batch.size
+        if batch.present is not None:  # what is padding counts for nothing, and neither do rows of zeros
+            new *= batch.present[..., None]
+            count = self.count + batch.present.sum(axis=-1, keepdims=True)
+        if recent.length < FOLD:
+            return QuadraticHistory(self.loss, self.moments, recent, count)
+        rows = recent.rows
+        moments = np.matmul(rows.swapaxes(-1, -2), rows)
+        if self.moments is not None:
+            moments += self.moments  # into the new array: old values stay as they are
+        return QuadraticHistory(self.loss, moments, None, count)
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        if self.moments is None and self.recent is None:
+            return np.zeros_like(theta)
+        point = np.empty((*theta.shape[:-1], theta.shape[-1] + 1))
+        np.multiply(self.loss.curvature, theta, out=point[..., :-1])
+        point[..., -1] = 1.0
+        total = np.zeros_like(point) if self.moments is None else np.matmul(point, self.moments)
+        if self.recent is not None:
+            rows = self.recent.rows
+            total = total + np.matmul(scores_of(point, rows), rows)  # of more learners than theta, perhaps
+        gradient: FloatArray = total[..., :-1]
+        gradient /= self.count if isinstance(self.count, float) else np.maximum(beside(self.count, theta), 1.0)
+        return gradient
+
+
+def start_history(loss: Loss) -> History:
+    """The cheapest exact history for a loss."""
+    if isinstance(loss, Quadratic) and loss.clip_norm is None:
+        return QuadraticHistory(loss)
+    return RecordHistory(loss)

@@ -1,0 +1,113 @@
+"""Any PyTorch module as a loss: cross-entropy of its class scores, with every record's gradient clipped.
+
+Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
+which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
+computed outside the network, in float64 (`torch_module`). The network sees one record at a time, so no record can
+change what another one contributes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from sottovoce_core.arrays import Batch, FloatArray, as_floats
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.losses.loss import Loss, scale_rows
+from sottovoce_core.optional import get_extra
+from sottovoce_core.registry import Count, NonNegative, Positive, refuse_code
+
+if TYPE_CHECKING:
+    from sottovoce_core.losses.torch_module import TorchModule
+
+
+class TorchLoss(Loss):
+    """Cross-entropy of the scores that a module gives to the classes 0, 1, ..., `classes - 1`. Needs the extra `torch`."""
+
+    kind: Literal["torch"] = "torch"
+    classes: Annotated[int, Field(ge=2, le=2**53)] = 10
+    """Labels are the numbers 0 to classes - 1, and the module gives each a score."""
+    module: str
+    """`mnist-cnn`, `cifar-cnn`, or `package.module:Class` of your own: a subclass of `torch.nn.Module`."""
+    options: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
+    """Keyword arguments of the class."""
+    shape: tuple[Count, ...] | None = None
+    """Of a record as the module takes it, without the batch (default: that of a built-in module)."""
+    seed: NonNegativeInt = 0
+    """For the parameters that learning starts from: public. Not for noise."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """In which the module computes."""
+    ridge: NonNegative = 0.0
+    feature_bound: Positive = 1e6
+    """Guards against overflow: what bounds a gradient is `clip_norm`, which a module must have."""
+
+    binary: ClassVar[bool] = False
+    heavy: ClassVar[bool] = True
+
+    @field_validator("module")
+    @classmethod
+    def _ours_to_import(cls, name: str, info: ValidationInfo) -> str:
+        try:
+            refuse_code(name, imports=":" not in name or (info.context or {}).get("imports", True))
+        except SpecError as error:
+            raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
+        return name
+
+    @property
+    def n_classes(self) -> int | None:
+        return self.classes
+
+    @cached_property
+    def made(self) -> TorchModule:
+        """The module itself. PyTorch takes seconds to import, so it is made when asked for.
+
+        Raises:
+            CheckFailed: GRAD_CHANGE, without `clip_norm`.
+            SpecError: PyTorch is missing, or the module cannot be used.
+        """
+        if self.clip_norm is None:
+            text = "nothing bounds the gradient of a network but clipping: set loss.clip_norm to a positive number"
+            raise CheckFailed("GRAD_CHANGE", f"{text}, got none")
+        try:
+            from sottovoce_core.losses.torch_module import make_module
+        except ModuleNotFoundError:
+            raise SpecError(f"loss.kind: torch needs PyTorch: {get_extra('torch')}") from None
+        return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
+
+    def dim(self, n_features: int) -> int:
+        """Number of trainable parameters.
+
+        Raises:
+            SpecError: a record has another number of features than `shape` holds; or as `made`.
+        """
+        if n_features != math.prod(self.made.shape):
+            text = f"loss.shape must hold the {n_features} features of a record"
+            got = f"got {list(self.made.shape)}, which holds {math.prod(self.made.shape)}"
+            raise SpecError(f"{text} (data.intercept: true appends one), {got}")
+        return self.made.dim
+
+    def initial(self, dim: int) -> FloatArray:
+        return self.made.initial
+
+    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return scale_rows(features, self.feature_bound), np.clip(np.rint(labels), 0.0, self.classes - 1.0)
+
+    def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
+        return self.made.gradient_sum(theta, batch, self.clip)
+
+    def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
+        return self.made.values(theta, batch)
+
+    def gradient_bound(self, radius: float) -> float:
+        return self.clip
+
+    def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
+        return self.made.scores(theta, scale_rows(features, self.feature_bound))
+
+    def classify(self, scores: FloatArray) -> FloatArray:
+        return as_floats(scores.argmax(axis=-1))

@@ -1,0 +1,245 @@
+"""Graph files: GraphML, and lists of edges. Their nodes are the learners of a run, by name or by number.
+
+1. Where all nodes are names of learners, they are these. A learner that is no node has no edge.
+2. Else all nodes must be numbers, and each of 0..n-1 must be there. Where a learner's name is a number, only names count.
+3. An edge that is there twice is one edge. An edge from a learner to itself is refused.
+4. In an undirected list each edge is there once or, all of them, in both directions: a mixture may be a directed list.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import ParseError
+
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import in_short
+from sottovoce_core.yaml_files import format_of, text_of
+
+if TYPE_CHECKING:
+    import networkx as nx  # slow to import: so it is imported where a file is GraphML
+
+Edge = tuple[int, int]
+_Index = Mapping[str, int]
+
+_NUMBER = re.compile(r"0|[1-9]\d*", re.ASCII)
+_COMMENT = re.compile(r"(?:^|\s)#.*")
+_DATA = re.compile(r"(?P<edge>[^{]*\S)\s+(?P<data>\{.*\}|\S+)")
+"""An edge with a weight, or with what networkx writes behind it: a dictionary of attributes."""
+_GRAPH, _REMARK = re.compile(rb"<(?:\w+:)?graph[\s/>]"), re.compile(rb"<!--.*?-->", re.DOTALL)
+_LABELS = ("name", "label")
+"""Attributes of GraphML nodes that hold a learner's name, where a program gives ids of its own."""
+_SHOWN = 60
+"""Characters of a line that an error quotes: a graph is public."""
+_OTHERS = (
+    (r"\s*<", "XML: the name of a GraphML file must end in .graphml"),
+    (r"\s*[\[{]", "JSON: write its edges into the spec, as topology.graph.edges"),
+    (r"\s*(strict\s+)?(di)?graph\b.*[\[{]?\s*$", "DOT or GML"),
+    (r".*(->|--)", "DOT"),
+    (r"\s*graph\s*\[|\s*(node|edge|source|target)\b\s*(\[|\d)", "GML"),
+    (r"\s*(\*\w|%)", "Pajek or Matrix Market"),
+    (r"[^:]*\w\s*:(\s|$)", "an adjacency list: write each edge on a line of its own"),
+)
+"""How a line of another format begins."""
+_SEPARATORS = {",": "commas", ";": "semicolons", "|": "bars", "=": "equals signs"}
+
+
+def read_edges(path: Path, names: Sequence[str], *, directed: bool) -> list[Edge]:
+    """Read the edges of a graph file.
+
+    Args:
+        path: of the file; `.graphml` is GraphML, any other suffix a list of edges.
+        names: of the learners, by index.
+        directed: whether an edge is a way for messages from its first learner to its second one only.
+
+    Returns:
+        Pairs of learners' indices, each once.
+
+    Raises:
+        SpecError: the file is unreadable, of another format, or names something that is no learner.
+    """
+    read = _graphml if path.suffix.lower() == ".graphml" else _list
+    edges = dict.fromkeys(read(path, names, directed=directed))
+    return [*edges] if directed else [*dict.fromkeys((min(edge), max(edge)) for edge in edges)]
+
+
+def _called(names: Sequence[str]) -> _Index:
+    return {unicodedata.normalize("NFC", name): i for i, name in enumerate(names)}
+
+
+def _numbered(names: Sequence[str]) -> _Index:
+    """The same by number, where no name is one."""
+    return {} if any(map(_NUMBER.fullmatch, names)) else {str(i): i for i in range(len(names))}
+
+
+# ---- lists of edges --------------------------------------------------------------------------------------------------
+
+
+def _list(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
+    text = text_of(path, "a graph file").removeprefix("\ufeff")
+    bare = ((k, _COMMENT.sub("", line).strip()) for k, line in enumerate(re.split(r"\r\n|\r|\n", text), 1))
+    lines = {k: unicodedata.normalize("NFC", line) for k, line in bare if line}
+    if not lines:
+        raise SpecError(f"{path}: a graph file must have an edge, two learners a line, got none")
+    index, numbered = _called(names), _numbered(names)
+    wanted = f"learners of the run ({in_short(names)})"
+    if numbered and not any(_edge(line, index) or not re.match(r"\d+\b", line) for line in lines.values()):
+        index, wanted = numbered, f"numbers of learners, counted from 0 to {len(names) - 1}"
+    found = dict[int, Edge]()
+    for k, line in lines.items():
+        edges = _edge(line, index)
+        if len(edges) != 1:
+            shown = repr(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}...")
+            why = f"must be two {wanted}, with a blank between them, got {shown}"
+            raise SpecError(f"{path}, line {k}: {why}; {_advice(line, index, first=k == min(lines))}")
+        ((i, j),) = edges
+        if i == j:
+            raise SpecError(
+                f"{path}, line {k}: an edge must join two different learners, got {names[i]!r} twice; remove it"
+            )
+        found[k] = i, j
+    if index is numbered:
+        _require_all(path, {i for edge in found.values() for i in edge}, len(names))
+    if not directed:
+        _require_both_or_one(path, found, names)
+    return iter(found.values())
+
+
+def _edge(line: str, index: _Index) -> set[Edge]:
+    """The edge that a line is; more than one where names with blanks leave it open, none where it is no edge."""
+    found = _split(line, index)
+    if (parts := _DATA.fullmatch(line)) and _is_data(parts["data"], index):
+        found |= _split(parts["edge"], index)
+    return found
+
+
+def _split(line: str, index: _Index) -> set[Edge]:
+    """Every way to read a line as two names with a blank between them: names may have blanks, too."""
+    pairs = ((line[: blank.start()], line[blank.end() :]) for blank in re.finditer(r"\s+", line))
+    return {(index[one], index[other]) for one, other in pairs if one in index and other in index}
+
+
+def _is_data(text: str, index: _Index) -> bool:
+    """Whether this is what may follow an edge: attributes, or a weight, and not a third learner."""
+    if text.startswith("{"):
+        return True
+    try:
+        return text not in index and not ("0" in index and text.isdigit()) and 0.0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _require_all(path: Path, there: set[int], n: int) -> None:
+    """Numbers that begin at 1, or leave one out, may mean other learners than it seems."""
+    if lacking := sorted(set(range(n)) - there):
+        raise SpecError(
+            f"{path}: a graph of numbers must have all of 0 to {n - 1}, one for each learner, got no edge of {lacking[0]}; "
+            "write the learners' names if one has no edge"
+        )
+
+
+def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[str]) -> None:
+    edges = set(found.values())
+    alone = [k for k, (i, j) in found.items() if (j, i) not in edges]
+    if alone and len({found[k] for k in alone}) < len(edges):
+        i, j = found[alone[0]]
+        raise SpecError(
+            f"{path}: an undirected graph must have each edge once, or all in both directions, got {names[i]} {names[j]} (line "
+            f"{alone[0]}) in one, and others in both; set topology.graph.directed if it is directed"
+        )
+
+
+def _advice(line: str, index: _Index, *, first: bool) -> str:
+    """What a line that is no edge looks like, and what to do."""
+    if first and (found := format_of(line.encode())) and "XML" not in found and "JSON" not in found:
+        return f"it looks like {found}"
+    if other := next((name for begin, name in _OTHERS if re.match(begin, line)), ""):
+        return f"it looks like {other}"
+    words = line.split()
+    if len(_edge(line, index)) > 1:
+        return "there are several ways to read it: call learners without blanks"
+    if sign := next((sign for sign in _SEPARATORS if sign in line), ""):
+        return f"put a blank in place of {_SEPARATORS[sign]}"
+    known = [word for word in words if word in index]
+    if len(words) == len(index) and set(words) <= {"0", "1", "0.0", "1.0"} and len(words) > 2:
+        return "it looks like an adjacency matrix: write each edge on a line of its own"
+    if len(words) == 1 or len(known) > 2:
+        return "it looks like an adjacency list: write each edge on a line of its own, and weights with a point (1.0)"
+    if len(words) == 3 and len(known) == 2:
+        return "a third value must be a weight above 0, with a point (1.0): remove it, or an edge that has weight 0"
+    if all(map(_NUMBER.fullmatch, words)) and "0" in index:
+        return "change the file or the number of learners"
+    near = [difflib.get_close_matches(word.casefold(), index, 1) for word in words if word not in index]
+    if hints := list(dict.fromkeys(each[0] for each in near if each)):
+        return f"did you mean {' and '.join(map(repr, hints))}?"
+    if first and not known:
+        return "remove it if it is a line of column names; else name learners of the run"
+    return "name learners of the run, or change its learners"
+
+
+# ---- GraphML ---------------------------------------------------------------------------------------------------------
+
+
+def _graphml(path: Path, names: Sequence[str], *, directed: bool) -> Iterator[Edge]:
+    graph = _networkx_graph(path)
+    if graph.is_directed() and not directed:
+        raise SpecError(
+            f"{path}: the graph must be undirected, got a directed one; set edgedefault to undirected, "
+            "or topology.graph.directed to true"
+        )
+    if directed and not graph.is_directed():
+        raise SpecError(f"{path}: the graph must be directed, got an undirected one; set edgedefault to directed")
+    place = _places(path, graph, names)
+    for one, other in graph.edges():
+        if one == other:
+            raise SpecError(f"{path}: an edge must join two different nodes, got {one!r} twice; remove it")
+        yield place[one], place[other]
+
+
+def _networkx_graph(path: Path) -> nx.Graph[str]:
+    import networkx as nx
+
+    try:
+        content = path.read_bytes()
+        found: nx.Graph[str] = nx.read_graphml(io.BytesIO(content))
+    except OSError as error:
+        raise SpecError(f"cannot read the graph file {path}: {error.strerror}") from None
+    # What networkx lets through on malformed GraphML, beside its own error: missing or mistyped attributes, broken XML.
+    except (ValueError, KeyError, TypeError, AttributeError, LookupError, ParseError, nx.NetworkXException) as error:
+        raise SpecError(
+            f"{path}: must be readable as GraphML (.graphml), got {type(error).__name__}: {error}; check the file"
+        ) from None
+    many = len(_GRAPH.findall(_REMARK.sub(b"", content)))
+    if many > 1:  # of which networkx reads one
+        raise SpecError(
+            f"{path}: a GraphML file must hold one graph, got {many}, and nested ones count; keep one of them"
+        )
+    return found
+
+
+def _places(path: Path, graph: nx.Graph[str], names: Sequence[str]) -> Mapping[str, int]:
+    """The learner of each node: by id, or by the attribute that has its name."""
+    nodes = [*graph]
+    index, numbered = _called(names), _numbered(names)
+    for labels in (nodes, *([str(graph.nodes[node].get(label, "")) for node in nodes] for label in _LABELS)):
+        plain = [unicodedata.normalize("NFC", label).strip() for label in labels]
+        if len(set(plain)) < len(plain):
+            continue
+        known = index if index.keys() >= set(plain) else numbered if numbered.keys() == set(plain) else None
+        if known is not None:
+            return {node: known[label] for node, label in zip(nodes, plain, strict=True)}
+    raise SpecError(
+        f"{path}: nodes must be learners of the run ({in_short(names)}), or the numbers 0 to {len(names) - 1}, by id, name or "
+        f"label, got {_some(nodes, index)}; change the file or the run's learners"
+    )
+
+
+def _some(nodes: Iterable[str], index: _Index) -> str:
+    """A few nodes, those first that are no learners."""
+    return in_short([repr(node)[:_SHOWN] for node in sorted(nodes, key=lambda node: node in index)])

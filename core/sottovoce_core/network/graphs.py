@@ -1,0 +1,394 @@
+"""Graphs and sequences of graphs, by the kind that a spec gives. To add one: its class, and a line in `GRAPHS`.
+
+Generators are networkx's, which is imported where it is used: a learner is given the edges. Random graphs of a sequence are
+drawn here, since every learner draws them alone, round by round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, SerializeAsAny
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import SpecError
+from sottovoce_core.network.graph_files import Edge, read_edges
+from sottovoce_core.network.roster import names_of
+from sottovoce_core.registry import Count, Registry, Section
+
+
+class Graph(Section, ABC):
+    """Who is joined to whom."""
+
+    kind: str
+
+    file: ClassVar[bool] = False
+    """Is it read from a file, which others have not?"""
+
+    @property
+    def one_way(self) -> bool:
+        """Is an edge a way for messages in one direction only?"""
+        return False
+
+    @property
+    def advice(self) -> str:
+        """What to change about it where it came out disconnected."""
+        return "add edges until every learner can reach every other"
+
+    @abstractmethod
+    def pairs(self, n: int) -> list[Edge]:
+        """The edges on learners 0..n-1; of a directed graph, from the one who tells to the one who hears.
+
+        Raises:
+            SpecError: the graph is not one of n learners, or its file cannot be used.
+        """
+
+    def read(self, names: Sequence[str]) -> Graph:
+        """The same graph without its file.
+
+        Args:
+            names: of the learners, by index; a file may name its nodes so.
+
+        Raises:
+            SpecError: its file cannot be used.
+        """
+        return self
+
+    def adjacency(self, n: int) -> FloatArray:
+        """The 0/1 matrix, `(n, n)`: 1 where learner i (row) hears learner j. An edge given twice is one edge.
+
+        Raises:
+            SpecError: as `pairs`.
+        """
+        adjacency = np.zeros((n, n))
+        for i, j in self.pairs(n):
+            adjacency[j, i] = 1.0
+            if not self.one_way:
+                adjacency[i, j] = 1.0
+        return adjacency
+
+    def listed(self, n: int) -> Edges:
+        """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
+
+        Raises:
+            SpecError: as `pairs`.
+        """
+        pairs = ((i, j) if self.one_way else (min(i, j), max(i, j)) for i, j in self.pairs(n))
+        return Edges(edges=tuple(pairs), directed=self.one_way)
+
+
+GRAPHS: Registry[Graph] = Registry(
+    Graph,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "ring": "Ring",
+        "path": "PathGraph",
+        "star": "Star",
+        "complete": "Complete",
+        "grid": "Grid",
+        "erdos_renyi": "ErdosRenyi",
+        "watts_strogatz": "WattsStrogatz",
+        "edges": "Edges",
+        "file": "GraphFile",
+    },
+    group="graphs",
+    also={"circle": "ring", "cycle": "ring", "line": "path", "chain": "path", "full": "complete", "clique": "complete"},
+)
+
+AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]
+"""A field of a spec: the graph of the kind that it names."""
+
+
+class Ring(Graph):
+    """Every learner has two neighbours."""
+
+    kind: Literal["ring"] = "ring"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.cycle_graph(n).edges) if n > 1 else []  # networkx's ring of one is a self-loop
+
+
+class PathGraph(Graph):
+    """A line."""
+
+    kind: Literal["path"] = "path"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.path_graph(n).edges)
+
+
+class Star(Graph):
+    """The first learner is everybody's neighbour."""
+
+    kind: Literal["star"] = "star"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.star_graph(n - 1).edges)
+
+
+class Complete(Graph):
+    """Everybody is everybody's neighbour."""
+
+    kind: Literal["complete"] = "complete"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.complete_graph(n).edges)
+
+
+class Grid(Graph):
+    """A rectangular grid of `rows` times `columns` learners, numbered row by row."""
+
+    kind: Literal["grid"] = "grid"
+    rows: Count
+    columns: Count
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        if self.rows * self.columns != n:
+            raise SpecError(
+                f"topology.graph: rows * columns of a grid must be the number of learners ({n}), "
+                f"got {self.rows} * {self.columns} = {self.rows * self.columns}; change rows, columns or learners"
+            )
+        cells = nx.grid_2d_graph(self.rows, self.columns)
+        return list(nx.convert_node_labels_to_integers(cells, ordering="sorted").edges)
+
+
+class ErdosRenyi(Graph):
+    """Every pair is an edge with this probability; `directed`: every ordered pair."""
+
+    kind: Literal["erdos_renyi"] = "erdos_renyi"
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.gnp_random_graph(n, self.probability, seed=self.seed, directed=self.directed).edges)
+
+
+class WattsStrogatz(Graph):
+    """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
+
+    kind: Literal["watts_strogatz"] = "watts_strogatz"
+    nearest: Count
+    probability: Annotated[float, Field(ge=0, le=1)]
+    seed: NonNegativeInt = 0
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger nearest (now {self.nearest})"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        if self.nearest >= n:
+            raise SpecError(
+                f"topology.graph.nearest must be below the number of learners ({n}), got {self.nearest}; "
+                "lower it, or take the complete graph"
+            )
+        if self.nearest % 2:  # networkx would round it down without a word
+            raise SpecError(
+                f"topology.graph.nearest must be even, half on either side of the ring, got {self.nearest}; "
+                "take an even number"
+            )
+        return list(nx.watts_strogatz_graph(n, self.nearest, self.probability, seed=self.seed).edges)
+
+
+class Edges(Graph):
+    """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
+
+    kind: Literal["edges"] = "edges"
+    edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    def listed(self, n: int) -> Edges:
+        return self
+
+    def pairs(self, n: int) -> list[Edge]:
+        for i, j in self.edges:
+            if max(i, j) >= n:
+                raise SpecError(
+                    f"topology.graph.edges: learners must be counted from 0 to {n - 1}, got the edge ({i}, {j}); "
+                    "change the edge or the number of learners"
+                )
+            if i == j:
+                raise SpecError(
+                    f"topology.graph.edges: an edge must join two different learners, got ({i}, {j}); remove it"
+                )
+        return list(self.edges)
+
+
+class GraphFile(Graph):
+    """A file: GraphML (`.graphml`), or a list of edges, two learners a line with a blank between them.
+
+    Its nodes are the learners' names, or all of the numbers 0..n-1. `directed`: the first node of an edge, its source, tells
+    the second one. Only who is joined to whom is read: weights come from the spec's rule.
+    """
+
+    kind: Literal["file"] = "file"
+    path: Path
+    directed: bool = False
+
+    file: ClassVar[bool] = True
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    def read(self, names: Sequence[str]) -> Edges:
+        return Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
+
+    def pairs(self, n: int) -> list[Edge]:
+        return self.read(names_of(n)).pairs(n)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------
+
+
+class GraphSequence(Section, ABC):
+    """A graph for every round. Public: everybody can tell the graph of every round alone."""
+
+    kind: str
+
+    @property
+    def period(self) -> int | None:
+        """Rounds after which the graphs come again; None: never."""
+        return None
+
+    @property
+    def one_way(self) -> bool:
+        """May an edge be a way for messages in one direction only, in some round?"""
+        return False
+
+    def one_way_at(self, t: int) -> bool:
+        """The same of round t."""
+        return self.one_way
+
+    @property
+    def advice(self) -> str:
+        """What to change about it where it came out disconnected."""
+        return "add edges until every learner can reach every other"
+
+    @abstractmethod
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        """The 0/1 matrix of round t, `(n, n)`, the same on every machine.
+
+        Raises:
+            SpecError: a graph is not one of n learners, or its file cannot be used.
+        """
+
+    @property
+    def file(self) -> bool:
+        """Is a graph read from a file, which others have not?"""
+        return False
+
+    def read(self, names: Sequence[str]) -> GraphSequence:
+        """The same sequence without files, as `Graph.read`."""
+        return self
+
+    def listed(self, n: int) -> GraphSequence:
+        """The same sequence for others, who have no files.
+
+        Raises:
+            SpecError: as `adjacency`.
+        """
+        return self
+
+
+SEQUENCES: Registry[GraphSequence] = Registry(
+    GraphSequence,  # type: ignore[type-abstract]  # of its subclasses
+    {"periodic": "PeriodicGraphs", "random": "RandomGraphs"},
+    group="graph_sequences",
+)
+
+AnyGraphSequence = Annotated[SerializeAsAny[GraphSequence], SEQUENCES]
+"""A field of a spec: the sequence of the kind that it names."""
+
+
+class PeriodicGraphs(GraphSequence):
+    """These graphs, one a round, from the first one again when they have run out."""
+
+    kind: Literal["periodic"] = "periodic"
+    graphs: Annotated[tuple[AnyGraph, ...], Field(min_length=1)]
+
+    @property
+    def period(self) -> int:
+        return len(self.graphs)
+
+    @property
+    def one_way(self) -> bool:
+        return any(graph.one_way for graph in self.graphs)
+
+    def one_way_at(self, t: int) -> bool:
+        return self.graphs[t % len(self.graphs)].one_way
+
+    @property
+    def file(self) -> bool:
+        return any(graph.file for graph in self.graphs)
+
+    def read(self, names: Sequence[str]) -> PeriodicGraphs:
+        return PeriodicGraphs(graphs=tuple(graph.read(names) for graph in self.graphs))
+
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        return self.graphs[t % len(self.graphs)].adjacency(n)
+
+    def listed(self, n: int) -> PeriodicGraphs:
+        return PeriodicGraphs(graphs=tuple(graph.listed(n) for graph in self.graphs))
+
+
+class RandomGraphs(GraphSequence):
+    """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
+
+    The seed is public: everybody can draw the graph of every round alone.
+    """
+
+    kind: Literal["random"] = "random"
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
+
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        """A function of the spec and the round.
+
+        It uses the raw numbers of PCG64, which NumPy promises never to change, and draws the pairs of a row after those of
+        the row before (undirected: those above the diagonal).
+        """
+        above = np.triu(np.ones((n, n), dtype=bool), k=1)
+        wanted = above | above.T if self.directed else above
+        numbers = np.random.PCG64(np.random.SeedSequence((self.seed, t))).random_raw(int(wanted.sum()))
+        adjacency = np.zeros((n, n))
+        adjacency[wanted] = (np.asarray(numbers) >> np.uint64(11)) * 2.0**-53 < self.probability
+        return adjacency if self.directed else adjacency + adjacency.T

@@ -1,0 +1,300 @@
+"""Networks: who sends to whom with which weights, round by round, where graphs may be directed or change."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce_core.network.graph_files import Edge
+from sottovoce_core.network.graphs import GraphSequence
+from sottovoce_core.network.roster import Mask, Roster
+from sottovoce_core.network.weights import Mixing, WeightRule, digest_of
+from sottovoce_core.text import called
+
+# ---- network ---------------------------------------------------------------------------------------------------------
+
+_KEPT = 2_000_000
+"""Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""
+
+
+class Network(ABC):
+    """Who hears whom with which weights, round by round. Public: everybody may know all of it."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def n_learners(self) -> int:
+        """Number of learners n."""
+
+    @property
+    @abstractmethod
+    def edges(self) -> tuple[Edge, ...]:
+        """Pairs (i, j), i < j, ascending, of which one may hear the other in some round."""
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        """Everybody whom a learner hears or tells in some round."""
+        return frozenset(j for edge in self.edges if learner in edge for j in edge if j != learner)
+
+    @property
+    @abstractmethod
+    def horizon(self) -> int:
+        """Rounds 0 to `horizon - 1` say all there is to say: later ones repeat them, or are not planned."""
+
+    @abstractmethod
+    def at(self, t: int) -> Mixing:
+        """The weights of round t."""
+
+    def planned(self, t: int) -> Mixing:
+        """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
+        return self.at(t)
+
+    def heard(self, t: int) -> Mask:
+        """`(learners,)`: those whose message of round t somebody hears."""
+        return np.asarray(self.at(t).neighbours.any(axis=0))
+
+    @property
+    def row_stochastic(self) -> bool:
+        """Every learner's weights sum to one, in every round."""
+        return all(self.at(t).row_stochastic for t in range(self.horizon))
+
+    @property
+    def column_stochastic(self) -> bool:
+        """The weights of every learner's message sum to one, in every round."""
+        return all(self.at(t).column_stochastic for t in range(self.horizon))
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Both."""
+        return self.row_stochastic and self.column_stochastic
+
+    def strongly_connected_within(self, limit: int) -> int | None:
+        """The smallest B up to `limit` such that any B rounds in a row, taken together, connect everybody with everybody.
+
+        It is the B of "B-strongly connected" with windows that may begin at any round; None where there is none.
+        """
+        longest = 1
+        for start in range(self.horizon):
+            within = _rounds_to_connect(self, start, limit)
+            if within is None:
+                return None
+            longest = max(longest, within)
+        return longest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeriodicNetwork(Network):
+    """Weights that come again: round t has those of round `t mod period`. With one of them: a fixed directed graph.
+
+    Attributes:
+        mixings: of the rounds of a period.
+    """
+
+    mixings: tuple[Mixing, ...]
+
+    @property
+    def n_learners(self) -> int:
+        return len(self.mixings[0].own)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        heard = np.any([mixing.neighbours > 0 for mixing in self.mixings], axis=0)
+        return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(heard | heard.T, k=1)))
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return frozenset().union(*(mixing.neighbours_of(learner) for mixing in self.mixings))
+
+    @property
+    def horizon(self) -> int:
+        return len(self.mixings)
+
+    def at(self, t: int) -> Mixing:
+        return self.mixings[t % len(self.mixings)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangingNetwork(Network):
+    """A graph of its own for every round, from a sequence that is public and never comes again.
+
+    Attributes:
+        graphs: the sequence.
+        weights: of the graph of a round.
+        learners: how many there are.
+        rounds: planned.
+    """
+
+    graphs: GraphSequence
+    weights: WeightRule
+    learners: int
+    rounds: int
+    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """The rounds that were asked for last."""
+
+    def __post_init__(self) -> None:
+        complete = np.ones((self.learners, self.learners)) - np.eye(self.learners)
+        self.weights.mix(complete, one_way=self.graphs.one_way)  # no round asks for more than this one
+
+    @property
+    def n_learners(self) -> int:
+        return self.learners
+
+    @property
+    def horizon(self) -> int:
+        return self.rounds
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every pair: each may come."""
+        return tuple(combinations(range(self.learners), 2))
+
+    @property
+    def row_stochastic(self) -> bool:
+        return not self.weights.columns
+
+    @property
+    def column_stochastic(self) -> bool:
+        return self.weights.columns or (self.weights.symmetric and not self.graphs.one_way)
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return frozenset(range(self.learners)) - {learner}
+
+    def at(self, t: int) -> Mixing:
+        if t not in self._known:
+            if len(self._known) >= max(_KEPT // self.learners**2, 1):
+                del self._known[next(iter(self._known))]
+            self._known[t] = self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
+        return self._known[t]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialNetwork(Network):
+    """The network of those who are there: in each round the graph among them, with the weights that the rule gives it.
+
+    Attributes:
+        whole: of all learners.
+        roster: who is there in which round.
+        among: the weights of a round among some of them, `(learners,)`.
+    """
+
+    whole: Network
+    roster: Roster
+    among: Callable[[int, Mask], Mixing]
+    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """By the first round from which they hold, where the whole network never changes."""
+
+    @property
+    def n_learners(self) -> int:
+        return self.whole.n_learners
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return self.whole.edges
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return self.whole.neighbours(learner)
+
+    @property
+    def horizon(self) -> int:
+        return max((0, *self.roster.changes)) + self.whole.horizon
+
+    def at(self, t: int) -> Mixing:
+        if self.whole.horizon > 1:
+            return self._at(t)
+        since = self.roster.since(t)
+        if since not in self._known:
+            self._known[since] = self._at(since)
+        return self._known[since]
+
+    def planned(self, t: int) -> Mixing:
+        there = self.roster.there(t)
+        return self.whole.at(t) if there.all() else self.among(t, there)
+
+    def heard(self, t: int) -> Mask:
+        """As of any network, but who may have been gone by then counts as nobody."""
+        return np.asarray(self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0))
+
+    def _at(self, t: int) -> Mixing:
+        return self.roster.deafened(self.planned(t), t)
+
+
+# ---- connectivity ----------------------------------------------------------------------------------------
+
+
+def _rounds_to_connect(network: Network, start: int, limit: int) -> int | None:
+    """How many rounds from `start` on, taken together, connect everybody with everybody; None if more than `limit`."""
+    union = np.zeros((network.n_learners, network.n_learners), dtype=bool)
+    for t in range(start, start + limit):
+        union |= network.at(t).neighbours > 0
+        if not cut_off(union):
+            return t - start + 1
+    return None
+
+
+def cut_off(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
+    """Who cannot reach whom, where the row hears the column; empty where messages of everybody reach everybody.
+
+    Args:
+        hears: `(learners, learners)`.
+        names: of the learners, by index.
+    """
+    n, first = len(hears), called(names, 0)
+    if (deaf := np.flatnonzero(~reached(hears))).size:
+        lost = f"{deaf.size} of {n} learners hear nothing of {first}"
+        return f"no path of messages from {first} to {called(names, int(deaf[0]))} ({lost})"
+    if (mute := np.flatnonzero(~reached(hears.T))).size:
+        lost = f"{first} hears nothing of {mute.size} of {n} learners"
+        return f"no path of messages from {called(names, int(mute[0]))} to {first} ({lost})"
+    return ""
+
+
+def reached(hears: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whom the messages of learner 0 reach, over others where needed, `(n,)`: breadth first."""
+    found = np.zeros(len(hears), dtype=bool)
+    found[0] = True
+    frontier = found
+    while frontier.any():
+        frontier = (hears[:, frontier] > 0).any(axis=1) & ~found
+        found = found | frontier
+    return found
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+
+class Digests:
+    """By round, each computed once, and kept for a while.
+
+    Args:
+        network: of the run.
+        keep: rounds of them; a network that never changes has one.
+    """
+
+    def __init__(self, network: Network, keep: int) -> None:
+        self._network, self._keep = network, keep
+        self._known: dict[int, bytes] = {}
+
+    @property
+    def needed(self) -> bool:
+        """Does the network change? Else its first epoch says it all."""
+        return self._network.horizon > 1
+
+    def know(self, t: int) -> bytes:
+        """That of a round."""
+        known = self._known.get(t)
+        if known is None:
+            known = self._known[t] = self._network.at(t).digest
+            if len(self._known) > self._keep:  # rounds before those that are kept are asked for seldom
+                del self._known[min(self._known)]
+        return known
+
+    def of(self, first: int, until: int) -> bytes:
+        """Of rounds `first` to `until - 1` together; empty where none is needed."""
+        if not self.needed or first >= until:
+            return b""
+        return digest_of(map(self.know, range(first, until)))

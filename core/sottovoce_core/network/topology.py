@@ -1,0 +1,358 @@
+"""The section `topology` of a run spec: a graph, or a sequence of graphs, and a rule for weights.
+
+The coupling matrix W of one undirected graph (Chen & Wang 2025).
+
+`w_ij >= 0` is the weight that learner i gives to what it hears from j, zero where there is no edge. W is symmetric and
+its rows sum to zero (`w_ii = -sum_j w_ij`), so -W is a weighted graph Laplacian: all eigenvalues are at most 0, and 0
+is a simple one exactly if the graph is connected. `I + W` is the mixing matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import model_validator
+
+from sottovoce_core.arrays import FloatArray
+from sottovoce_core.errors import CheckFailed, SpecError
+from sottovoce_core.network.graph_files import Edge
+from sottovoce_core.network.graphs import AnyGraph, AnyGraphSequence, Graph
+from sottovoce_core.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
+from sottovoce_core.network.roster import Mask, Roster, names_of
+from sottovoce_core.network.weights import ROUNDING, AnyWeights, MetropolisWeights, Mixing
+from sottovoce_core.registry import ENDLESS, Section
+
+# ---- fixed -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedNetwork(Network):
+    """A connected graph of learners and its coupling matrix. Make one with `from_weights`.
+
+    Instances compare by identity; compare `weights` to compare matrices.
+    """
+
+    weights: FloatArray
+    """W, shape (n, n)."""
+    _spectrum: FloatArray = field(init=False, repr=False)
+    """Eigenvalues of W, ascending, shape (n,)."""
+    _mixing: Mixing = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_entries(self.weights)
+        _check_reachable(self.weights)
+        spectrum: FloatArray = np.linalg.eigvalsh(self.weights).astype(np.float64)
+        _check_gap(spectrum)
+        object.__setattr__(self, "_spectrum", spectrum)
+        object.__setattr__(self, "_mixing", Mixing(_off_diagonal(self.weights), 1.0 + np.diag(self.weights)))
+
+    @classmethod
+    def from_weights(cls, matrix: Any) -> FixedNetwork:
+        """The network with this coupling matrix, copied and then read-only.
+
+        Raises:
+            CheckFailed: W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM or W_DISCONNECTED, whichever fails first.
+        """
+        try:
+            weights: FloatArray = np.array(matrix, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise CheckFailed("W_SHAPE", f"weights must be a finite square matrix, got {error}") from None
+        weights.setflags(write=False)
+        return cls(weights)
+
+    @property
+    def n_learners(self) -> int:
+        return len(self.weights)
+
+    @property
+    def horizon(self) -> int:
+        return 1
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Undirected edges (i, j) with i < j, ascending."""
+        rows, columns = np.nonzero(np.triu(self.weights, k=1))
+        return tuple(zip(rows.tolist(), columns.tolist(), strict=True))
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return self._mixing.neighbours_of(learner)
+
+    @property
+    def delta_2(self) -> float:
+        """Second largest eigenvalue of W, always negative: the slowest rate at which disagreement dies out.
+
+        It is the largest Rayleigh quotient of W over the non-zero vectors that sum to zero. One learner alone has no
+        such vector, so its delta_2 is the supremum of the empty set, -inf: every upper limit proportional to -delta_2
+        is then no limit.
+        """
+        return float(self._spectrum[-2]) if self.n_learners > 1 else float("-inf")
+
+    @property
+    def delta_m(self) -> float:
+        """Smallest eigenvalue of W (0 for one learner alone)."""
+        return float(self._spectrum[0])
+
+    def at(self, t: int) -> Mixing:
+        """The weights, the same in every round: neighbours' `w_ij`, and `1 - |w_ii|` for the own value."""
+        return self._mixing
+
+    def own_weight(self, learner: int) -> float:
+        """|w_ii|, the sum of the learner's neighbour weights."""
+        return abs(float(self.weights[learner, learner]))
+
+
+# ---- checks of W -----------------------------------------------------------------------------------------
+
+
+def _off_diagonal(weights: FloatArray) -> FloatArray:
+    """A copy with zeros on the diagonal."""
+    coupling = weights.copy()
+    np.fill_diagonal(coupling, 0.0)
+    return coupling
+
+
+def _check_entries(weights: FloatArray) -> None:
+    """W_SHAPE, W_NEGATIVE, W_ASYMMETRIC, W_ROW_SUM."""
+    if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or weights.size == 0:
+        raise CheckFailed("W_SHAPE", f"weights must be a finite square matrix, got shape {weights.shape}")
+    _refuse("W_SHAPE", "weights must be a finite square matrix", weights, ~np.isfinite(weights))
+    _refuse("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
+    # Against the largest entry, so that the checks mean the same for weights of any size and cannot overflow.
+    relative = weights / (np.abs(weights).max() or 1.0)
+    # However small the weight, an edge that one end alone knows would leave its other end waited for.
+    one_sided = (weights > 0) != (weights.T > 0)
+    asymmetric = (np.abs(relative - relative.T) > ROUNDING) | one_sided
+    _refuse("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
+    unbalanced = np.diag(np.abs(relative.sum(axis=1)) > ROUNDING)
+    text = "each diagonal weight must equal minus the sum of its row's neighbour weights"
+    _refuse("W_ROW_SUM", text, weights, unbalanced)
+
+
+def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.bool_]) -> None:
+    """Raise about the first entry that is `wrong`, naming what the entry had to match."""
+    if not wrong.any():
+        return
+    i, j = (int(index) for index in np.argwhere(wrong)[0])
+    got = f"w[{i}][{j}]={float(weights[i, j])!r}"
+    if code == "W_ASYMMETRIC":
+        got += f" but w[{j}][{i}]={float(weights[j, i])!r}"
+    if code == "W_ROW_SUM":
+        got += f" but neighbour weights that sum to {float(_off_diagonal(weights)[i].sum())!r}"
+    raise CheckFailed(code, f"{text}, got {got}")
+
+
+def _check_reachable(weights: FloatArray) -> None:
+    """W_DISCONNECTED, by breadth-first search from learner 0: exact, and it can name who is cut off."""
+    missing = np.flatnonzero(~reached(_off_diagonal(weights)))
+    if missing.size:
+        raise CheckFailed(
+            "W_DISCONNECTED",
+            "the communication graph is not connected, got no path from learner 0 "
+            f"to learner {int(missing[0])} ({missing.size} of {len(weights)} learners are cut off from learner 0)",
+        )
+
+
+def _check_gap(spectrum: FloatArray) -> None:
+    """W_DISCONNECTED for a graph held together only by weights that vanish in rounding.
+
+    Users of delta_2 divide by it and take powers of it, so its sign must be certain. The error of a computed eigenvalue
+    is about n machine epsilons times the spectral radius.
+    """
+    if len(spectrum) < 2:
+        return
+    error = len(spectrum) * float(np.finfo(np.float64).eps) * abs(float(spectrum[0]))
+    if spectrum[-2] >= -error:
+        raise CheckFailed(
+            "W_DISCONNECTED",
+            "the communication graph is not connected, "
+            f"got delta_2={float(spectrum[-2]):.3g}, which is zero up to rounding ({error:.1g}): "
+            "its weakest link is too small beside the largest weight",
+        )
+
+
+# ---- topology --------------------------------------------------------------------------------------------------------
+
+
+class Topology(Section):
+    """Who hears whom, and with which weights: one graph (default: a ring), or a sequence of graphs."""
+
+    graph: AnyGraph | None = None
+    sequence: AnyGraphSequence | None = None
+    weights: AnyWeights = MetropolisWeights()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ring_by_default(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping) and fields.get("graph") is None and fields.get("sequence") is None:
+            return {**fields, "graph": {"kind": "ring"}}
+        return fields
+
+    @model_validator(mode="after")
+    def _graph_or_sequence(self) -> Self:
+        if self.graph is not None and self.sequence is not None:
+            raise ValueError("graph and sequence exclude each other; leave one of them out")
+        return self
+
+    def network(self, n_learners: int, rounds: int = 1, roster: Roster | None = None) -> Network:
+        """Who hears whom in which round.
+
+        Args:
+            n_learners: number of learners n.
+            rounds: planned; a sequence must connect everybody within them.
+            roster: who is there in which of them (default: everybody, in all).
+
+        Raises:
+            SpecError: a graph does not fit the number of learners, or its file cannot be used.
+            CheckFailed: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
+                overflow.
+        """
+        names = names_of(n_learners) if roster is None else roster.names
+        whole = self.without_files(names)._whole(n_learners, rounds, () if roster is None else names)
+        if roster is None or not roster.absences:
+            return whole
+        partial = self.among(whole, roster)
+        if self.sequence is None:
+            self._require_connected(partial, rounds)
+        return partial
+
+    def among(self, whole: Network, roster: Roster) -> PartialNetwork:
+        """The network of those who are there, connected or not.
+
+        Args:
+            whole: of all learners.
+            roster: who is there in which round.
+        """
+        return PartialNetwork(whole, roster, self.without_files(roster.names)._among)
+
+    def _whole(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
+        if self.sequence is not None:
+            return self._connected(self._of_sequence(n_learners, rounds), rounds, names)
+        graph = self._one_graph
+        if graph.one_way or not self.weights.symmetric:
+            mixing = self.weights.mix(graph.adjacency(n_learners), one_way=graph.one_way)
+            return self._connected(PeriodicNetwork((mixing,)), 1, names)
+        adjacency = graph.adjacency(n_learners)
+        try:
+            return FixedNetwork.from_weights(self._coupling(adjacency))
+        except CheckFailed as failure:
+            if failure.code != "W_DISCONNECTED":
+                raise
+            lacking = cut_off(adjacency, names)  # by name, where whole learners are, and not a weight too small
+            text = f"the communication graph is not connected, got {lacking}" if lacking else failure.text
+            raise CheckFailed(failure.code, f"{text}; {graph.advice}") from None
+
+    def explicit(self, learners: int | Sequence[str]) -> Topology:
+        """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
+
+        A random sequence stays as it is: everybody draws it alone.
+
+        Args:
+            learners: how many, or their names.
+
+        Raises:
+            SpecError: a graph does not fit the number of learners, or its file cannot be used.
+        """
+        names = names_of(learners)
+        without = self.without_files(names)
+        if without.sequence is not None:
+            return without.model_copy(update={"sequence": without.sequence.listed(len(names))})
+        return without.model_copy(update={"graph": without._one_graph.listed(len(names))})
+
+    def without_files(self, learners: int | Sequence[str]) -> Topology:
+        """The same topology with what its files say in their place: as it is where it names none.
+
+        Args:
+            learners: how many, or their names.
+
+        Raises:
+            SpecError: a file cannot be used.
+        """
+        if not self.file:
+            return self
+        names = names_of(learners)
+        parts = {"graph": self.graph, "sequence": self.sequence}
+        return self.model_copy(update={key: part and part.read(names) for key, part in parts.items()})
+
+    @property
+    def file(self) -> bool:
+        """Is a graph read from a file, which others have not?"""
+        return any(part.file for part in (self.graph, self.sequence) if part is not None)
+
+    @property
+    def _one_graph(self) -> Graph:
+        assert self.graph is not None  # noqa: S101 - a ring, where there is no sequence
+        return self.graph
+
+    def _of_sequence(self, n: int, rounds: int) -> Network:
+        assert self.sequence is not None  # noqa: S101 - asked before
+        if (period := self.sequence.period) is None:
+            if rounds >= ENDLESS:
+                text = "a sequence of graphs that does not repeat needs a number of rounds, got rounds: null"
+                raise SpecError(f"topology.sequence: {text}; give one, or one graph")
+            return ChangingNetwork(self.sequence, self.weights, n, rounds)
+        return PeriodicNetwork(
+            tuple(
+                self.weights.mix(self.sequence.adjacency(t, n), one_way=self.sequence.one_way_at(t))
+                for t in range(period)
+            )
+        )
+
+    def _among(self, t: int, there: Mask) -> Mixing:
+        """The weights of a round in the graph among those who are there, `(learners,)`."""
+        n, sequence = len(there), self.sequence
+        graph = self._one_graph if sequence is None else sequence
+        adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
+        adjacency *= np.outer(there, there)
+        one_way = graph.one_way if sequence is None else sequence.one_way_at(t)
+        if self.weights.free and not one_way:
+            coupling = self._coupling(adjacency)
+            own = 1.0 + np.diag(coupling)
+            np.fill_diagonal(coupling, 0.0)
+            return Mixing(coupling, own)
+        return self.weights.mix(adjacency, one_way=one_way)
+
+    def _require_connected(self, network: PartialNetwork, rounds: int) -> None:
+        """Whoever is there must reach everybody who is, in every round.
+
+        Raises:
+            CheckFailed: W_DISCONNECTED.
+        """
+        roster = network.roster
+        for t in (0, *(change for change in roster.changes if change < rounds)):
+            there = np.flatnonzero(roster.there(t))
+            hears = self._among(t, roster.there(t)).neighbours[np.ix_(there, there)]
+            if (lost := np.flatnonzero(~(reached(hears) & reached(hears.T)))).size:
+                first, other = roster.names[there[0]], roster.names[there[lost[0]]]
+                raise CheckFailed(
+                    "W_DISCONNECTED",
+                    f"the communication graph among the {there.size} learners who are there from round {t} on is not connected, "
+                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change absences",
+                )
+
+    def _coupling(self, adjacency: FloatArray) -> FloatArray:
+        """W, `(n, n)`. All rules but free ones keep |w_ii| < 1."""
+        if not self.weights.free:
+            self.weights.mix(adjacency, one_way=False)
+        with np.errstate(over="ignore"):  # an infinite sum is refused as W_SHAPE
+            coupling = self.weights.couplings(adjacency)
+            return coupling - np.diag(coupling.sum(axis=1))
+
+    def _connected(self, network: Network, rounds: int, names: Sequence[str]) -> Network:
+        """The network, if its planned rounds together connect everybody with everybody.
+
+        Raises:
+            CheckFailed: W_DISCONNECTED.
+        """
+        union, lacking = np.zeros((network.n_learners, network.n_learners), dtype=bool), ""
+        for t in range(min(rounds, network.horizon)):
+            union |= network.at(t).neighbours > 0
+            if not (lacking := cut_off(union, names)):
+                return network
+        one = network.horizon == 1
+        what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"
+        advice = (self.sequence or self._one_graph).advice
+        raise CheckFailed("W_DISCONNECTED", f"{what} not strongly connected, got {lacking}; {advice}")

@@ -1,0 +1,257 @@
+"""The weights of one round, and the rules for weights, by the kind that a spec gives.
+
+The mixing matrix A of a round has the receiver as its row: learner i gives `a_ij` to what it hears of j, and `a_ii` to its
+own value. Rows that sum to one keep a consensus, columns that sum to one keep the sum (push-sum), both keep the average.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, SerializeAsAny
+
+from sottovoce_core.arrays import FloatArray, Scalars, scalars
+from sottovoce_core.errors import CheckFailed
+from sottovoce_core.registry import Positive, Registry, Section
+
+# ---- mixing ----------------------------------------------------------------------------------------------------------
+
+ROUNDING = 1e-12
+"""How far sums of weights may be from what they must be, relative to the largest weight."""
+_GRAIN = 2.0**-24
+"""Weights that round to the same multiple of it are the same to a digest: machines may differ in the last bits of theirs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixing:
+    """The weights of one round: what each learner (row) gives to what it hears of each other one (column), and to itself.
+
+    Attributes:
+        neighbours: `(n, n)`, zero where nothing is heard, and on the diagonal.
+        own: `(n,)`.
+    """
+
+    neighbours: FloatArray
+    own: FloatArray
+    _digests: list[bytes] = field(init=False, repr=False, default_factory=list)
+    totals: Scalars = field(init=False, repr=False)
+    """What each learner gives to all others, as `scalars`."""
+    owns: Scalars = field(init=False, repr=False)
+    """`own`, as `scalars`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "totals", scalars(self.neighbours.sum(axis=1).tolist()))
+        object.__setattr__(self, "owns", scalars(self.own.tolist()))
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of who hears whom with which weight: of all hearers, then of whom they hear, then of the weights."""
+        if not self._digests:
+            hearers, heard = np.nonzero(self.neighbours)
+            weights = np.rint(self.neighbours[hearers, heard] / _GRAIN)
+            parts = (hearers.astype("<u4"), heard.astype("<u4"), weights.astype("<f8"))
+            self._digests.append(sha256(b"".join(part.tobytes() for part in parts)).digest())
+        return self._digests[0]
+
+    @property
+    def matrix(self) -> FloatArray:
+        """The whole mixing matrix, `(n, n)`."""
+        return self.neighbours + np.diag(self.own)
+
+    @property
+    def row_stochastic(self) -> bool:
+        """No weight is negative, and those that a learner gives sum to one."""
+        return self._stochastic(axis=1)
+
+    @property
+    def column_stochastic(self) -> bool:
+        """No weight is negative, and those that a learner's message gets sum to one."""
+        return self._stochastic(axis=0)
+
+    @property
+    def spectral_gap(self) -> float:
+        """`1 - sigma_2`, sigma_2 the second largest singular value of the matrix: of use where it is doubly stochastic.
+
+        One learner alone has the gap 1.
+        """
+        values = np.linalg.svd(self.matrix, compute_uv=False)
+        return 1.0 - float(values[1]) if len(values) > 1 else 1.0
+
+    def heard_by(self, learner: int) -> dict[int, float]:
+        """Weight of each learner that `learner` hears, by ascending index."""
+        row = self.neighbours[learner]
+        return {int(j): float(row[j]) for j in np.flatnonzero(row)}
+
+    def told_by(self, learner: int) -> tuple[int, ...]:
+        """Who hears `learner`, ascending."""
+        return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
+
+    def neighbours_of(self, learner: int) -> frozenset[int]:
+        """Whom `learner` hears or tells."""
+        return frozenset((*self.heard_by(learner), *self.told_by(learner)))
+
+    def _stochastic(self, axis: int) -> bool:
+        sums = self.neighbours.sum(axis=axis) + self.own
+        least = min(float(self.neighbours.min()), float(self.own.min()))
+        return least >= -ROUNDING and float(np.abs(sums - 1.0).max()) <= ROUNDING
+
+
+def digest_of(rounds: Iterable[bytes]) -> bytes:
+    """SHA-256 of the digests of several rounds, one after the other: of who hears whom in all of them."""
+    return sha256(b"".join(rounds)).digest()
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class WeightRule(Section, ABC):
+    """A rule for weights. `lazy` halves what is heard, and keeps the rest: (I + P) / 2 in place of the mixing matrix P."""
+
+    kind: str
+    lazy: bool = False
+
+    symmetric: ClassVar[bool] = True
+    """Does an undirected graph get symmetric weights?"""
+    directed: ClassVar[bool] = True
+    """Has the rule a meaning for directed graphs?"""
+    columns: ClassVar[bool] = False
+    """Is it the columns that sum to one, not the rows?"""
+    free: ClassVar[bool] = False
+    """On one fixed undirected graph, may a learner give the others more than 1 in all (Chen & Wang 2025 allow it)?"""
+
+    @abstractmethod
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        """What learners (rows) give to what they hear of others (columns), `(n, n)`, before `lazy`.
+
+        Args:
+            adjacency: `(n, n)`, 1 where the row hears the column.
+        """
+
+    def couplings(self, adjacency: FloatArray) -> FloatArray:
+        """What learners (rows) give to what they hear of others (columns), `(n, n)`."""
+        weights = self.weigh(adjacency)
+        return weights / 2.0 if self.lazy else weights
+
+    def mix(self, adjacency: FloatArray, *, one_way: bool) -> Mixing:
+        """The mixing matrix of a graph.
+
+        Args:
+            adjacency: `(n, n)`, 1 where the row hears the column.
+            one_way: whether the graph was meant to be directed.
+
+        Raises:
+            CheckFailed: W_DIRECTED or W_OWN.
+        """
+        if one_way and not self.directed:
+            raise CheckFailed(
+                "W_DIRECTED",
+                f"{self.kind} weights need undirected graphs, got a directed one; take out_degree weights (columns sum to "
+                "one), in_degree or laplacian weights (rows sum to one)",
+            )
+        weights = self.couplings(adjacency)
+        own = 1.0 - weights.sum(axis=0 if self.columns else 1)
+        if (own <= 0).any():
+            i = int(np.argmin(own))
+            heard = int(adjacency[i].sum())
+            limit = (2.0 if self.lazy else 1.0) / heard
+            raise CheckFailed(
+                "W_OWN",
+                "every learner must keep a positive weight for its own value, "
+                f"got {float(own[i]):.6g} for a learner that hears {heard} others by {self.kind} weights; "
+                f"take weights below {limit:.6g}",
+            )
+        return Mixing(weights, own)
+
+
+WEIGHTS: Registry[WeightRule] = Registry(
+    WeightRule,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "constant": "ConstantWeights",
+        "metropolis": "MetropolisWeights",
+        "max_degree": "MaxDegreeWeights",
+        "laplacian": "LaplacianWeights",
+        "out_degree": "OutDegreeWeights",
+        "in_degree": "InDegreeWeights",
+    },
+    group="weights",
+)
+
+AnyWeights = Annotated[SerializeAsAny[WeightRule], WEIGHTS]
+"""A field of a spec: the rule of the kind that it names."""
+
+
+class ConstantWeights(WeightRule):
+    """`w_ij = value` for every edge."""
+
+    kind: Literal["constant"] = "constant"
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+    directed: ClassVar[bool] = False
+    free: ClassVar[bool] = True
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        return adjacency * self.value
+
+
+class MetropolisWeights(WeightRule):
+    """`w_ij = 1 / (1 + max(degree_i, degree_j))`."""
+
+    kind: Literal["metropolis"] = "metropolis"
+
+    directed: ClassVar[bool] = False
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        degrees = adjacency.sum(axis=1)
+        weights: FloatArray = adjacency / (1.0 + np.maximum.outer(degrees, degrees))
+        return weights
+
+
+class MaxDegreeWeights(WeightRule):
+    """`w_ij = 1 / (1 + largest degree)`."""
+
+    kind: Literal["max_degree"] = "max_degree"
+
+    directed: ClassVar[bool] = False
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        return adjacency / (1.0 + float(adjacency.sum(axis=1).max()))
+
+
+class LaplacianWeights(WeightRule):
+    """`w_ij = step` for every edge, below one over the largest number of heard neighbours: `I - step L`."""
+
+    kind: Literal["laplacian"] = "laplacian"
+    step: Positive
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        return adjacency * self.step
+
+
+class OutDegreeWeights(WeightRule):
+    """`w_ij = 1 / (1 + number of those whom j tells)`: columns sum to one, as push-sum needs it."""
+
+    kind: Literal["out_degree"] = "out_degree"
+
+    symmetric: ClassVar[bool] = False
+    columns: ClassVar[bool] = True
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        tells: FloatArray = adjacency.sum(axis=0)
+        return adjacency / (1.0 + tells)
+
+
+class InDegreeWeights(WeightRule):
+    """`w_ij = 1 / (1 + number of those whom i hears)`: rows sum to one."""
+
+    kind: Literal["in_degree"] = "in_degree"
+
+    symmetric: ClassVar[bool] = False
+
+    def weigh(self, adjacency: FloatArray) -> FloatArray:
+        hears: FloatArray = adjacency.sum(axis=1, keepdims=True)
+        return adjacency / (1.0 + hears)

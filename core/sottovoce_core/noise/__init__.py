@@ -1,0 +1,31 @@
+"""Noise on a lattice: from the operating system, from OpenDP, from a key, a seed or a recording, or none.
+
+Why a lattice. A float64 Laplace number added to a float64 state leaks the state through its low bits (Mironov 2012). So
+the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
+point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
+
+A source answers a `Draw` (`draw`). `bitwise` draws what is sent, `opendp` the same law with OpenDP, `simulated` is for simulation
+and replay; `mechanisms` puts noise on a vector.
+"""
+
+from sottovoce_core.noise.bitwise import KeyedNoise, OpenDpNoise, SystemNoise
+from sottovoce_core.noise.draw import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
+from sottovoce_core.noise.simulated import RecordedNoise, Recorder, SeededNoise, no_noise
+
+__all__ = [
+    "GRID_BITS",
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "Draw",
+    "KeyedNoise",
+    "Law",
+    "Noise",
+    "OpenDpNoise",
+    "RecordedNoise",
+    "Recorder",
+    "SeededNoise",
+    "SystemNoise",
+    "grid",
+    "no_noise",
+    "on_grid",
+]

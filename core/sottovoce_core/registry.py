@@ -1,0 +1,273 @@
+"""Sections of a run spec, and how a section that names its kind finds the class of that kind.
+
+A loss, a decision set, a graph, a rule for weights, a partition, an algorithm's parameters: each is one frozen class that
+checks itself and does its work. A registry knows the classes of one such family by the names that a spec gives them. A name is
+that of a built-in class, one that an installed package offers (an entry point), or `module:Class`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from sottovoce_core.errors import SpecError
+
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
+
+
+def _in_range(value: float) -> float:
+    if not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"a size must lie within [{SMALLEST:g}, {LARGEST:g}]")
+    return value
+
+
+def _not_beyond(value: float) -> float:
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"a number must lie within [-{LARGEST:g}, {LARGEST:g}]")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_range)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_beyond)]
+Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
+
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""Up to thirty years: timers take no more."""
+
+
+class Section(BaseModel):
+    """Part of a spec: frozen, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def class_for(cls, fields: Mapping[str, Any]) -> type[Section]:
+        """The class for these fields, where one kind has several; they are not checked yet."""
+        return cls
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_not_true(cls, fields: Any) -> Any:
+        """Keep true and false from fields of numbers: Pydantic takes them for 1 and 0."""
+        if not isinstance(fields, Mapping):
+            return fields
+        known = cls.model_fields
+        return {name: _guarded(value, known[name]) if name in known else value for name, value in fields.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """True or false where a number must stand: no number to Pydantic."""
+
+    value: bool
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _guarded(value: object, field: FieldInfo) -> object:
+    """A value of a document, or a list of such, in which true is a `Truth` where the field takes numbers and no text."""
+    listed = isinstance(value, list | tuple)
+    types = set(_types(field.annotation, listed=listed))
+    if types & {bool, str, Any, object} or not types & {int, float}:
+        return value
+    given = [
+        Truth(each) if isinstance(each, bool) else each
+        for each in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return given if listed else given[0]
+
+
+def _types(annotation: Any, *, listed: bool) -> Iterator[Any]:
+    """What a value of an annotation may be, or the values of a list of it."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (tuple, list):
+        for each in inner if listed else ():
+            yield from (*_types(each, listed=False), *_types(each, listed=True))
+    elif inner:
+        for each in () if origin is Literal else inner[:1] if origin is Annotated else inner:
+            yield from _types(each, listed=listed)
+    elif not listed:
+        yield annotation
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+Count = Annotated[int, Field(gt=0, le=2**53)]
+"""A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
+ENDLESS = 2**54
+"""As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
+
+
+_NEAR = 0.65
+"""So alike are names of which one was probably meant."""
+
+
+@dataclass(frozen=True, eq=False)
+class Registry(Generic[SectionT]):
+    """The classes of a family of sections. As `Annotated` metadata of a field it makes the section of its kind.
+
+    Attributes:
+        base: what all of them derive from.
+        built_in: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
+        group: of the entry points by which packages offer more, and the family's name in errors; None: there are no others
+            than the built-in classes.
+        key: the field that names the kind.
+        default: the kind where a section does not say; None: it must.
+        also: what else people call some of the kinds: it is no name of them, but they are suggested.
+    """
+
+    base: type[SectionT]
+    built_in: Mapping[str, str]
+    group: str | None
+    key: str = "kind"
+    default: str | None = None
+    also: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, name: str, *, imports: bool = True) -> type[SectionT]:
+        """The class of a kind.
+
+        Args:
+            name: as a spec gives it.
+            imports: whether it may be `module:Class`. Not where the spec comes from somebody else: an installed package
+                that offers a short name is the owner's own choice, any code that lies on the machine is not.
+
+        Raises:
+            SpecError: there is none, or it cannot be imported.
+        """
+        closed = self.group is None
+        offered = {} if name in self.built_in or ":" in name or closed else self._offered
+        where = self._place(name) or offered.get(name)
+        if where is None and (":" not in name or closed):
+            known = {*self.built_in, *offered}
+            hint = self._hint(name, known)
+            listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
+            raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
+        if where is None:
+            refuse_code(name, imports=imports)
+        found = load(where or name, self.key)
+        if not (isinstance(found, type) and issubclass(found, self.base)):
+            wanted = f"{self.base.__module__}.{self.base.__name__}"
+            raise SpecError(f"{self.key}: {where or name!r} must be a subclass of {wanted}, got {found!r}")
+        return found
+
+    def class_of(self, section: object, *, imports: bool = True) -> type[SectionT] | None:
+        """The class that a section asks for; None where it is no section, or does not say.
+
+        Raises:
+            SpecError: as `find`.
+        """
+        fields = self._fields(section)
+        name = fields.get(self.key) if fields is not None else None
+        if not isinstance(name, str):
+            return None
+        return cast("type[SectionT]", self.find(name, imports=imports).class_for(fields or {}))
+
+    def _hint(self, name: str, known: Collection[str]) -> str:
+        """What was probably meant; of several names with commas, by the first one that is none."""
+        parts = [part.strip() for part in name.split(",")]
+        wrong = next((part for part in parts if part not in known), "")
+        near = [self.also[wrong]] if wrong in self.also else difflib.get_close_matches(wrong, known, 1, _NEAR)
+        if len(parts) < 2:
+            return f"; did you mean {near[0]}?" if near else ""
+        meant = f", and {wrong!r} is none{f': did you mean {near[0]}?' if near else ''}" if wrong else ""
+        return f"; it is one of them, not several{meant}"
+
+    def _place(self, name: str) -> str | None:
+        """Where the built-in class of this name is defined, as `module:Class`."""
+        where = self.built_in.get(name)
+        return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
+
+    def _fields(self, section: object) -> Mapping[str, Any] | None:
+        """A section in full: `ring` stands for `{kind: ring}`."""
+        if isinstance(section, str):
+            return {self.key: section}
+        if isinstance(section, Mapping):
+            return {self.key: self.default, **section} if self.default else section
+        return None
+
+    @property
+    def _offered(self) -> dict[str, str]:
+        """Read anew each time: a package may have been installed since."""
+        return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
+
+    # ---- as metadata of a field ------------------------------------------------------------------------------
+
+    def _validate(self, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, self.base):
+            return value
+        fields = self._fields(value)
+        try:
+            found = self.class_of(value, imports=(info.context or {}).get("imports", True))
+        except SpecError as error:
+            raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
+        if fields is None:
+            raise PydanticCustomError("section", "{text}", {"text": f"must be a {self.key} or a mapping of fields"})
+        if found is None:
+            listed = ", ".join(sorted(self.built_in))
+            raise PydanticCustomError("kind", "{text}", {"text": f"{self.key} is required: one of {listed}"})
+        return found.model_validate(fields, context=info.context)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Any of the built-in classes; a word where a class needs no more fields."""
+        classes = {name: self.find(name) for name in self.built_in}
+        listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
+        for each in map(handler.resolve_ref_schema, listed):
+            kind = each["properties"][self.key].get("const")
+            each["required"] = list(
+                dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
+            )
+        words = [name for name, each in classes.items() if set(self._needed(each)) <= {self.key}]
+        return {"anyOf": [*([{"enum": words}] if words else []), *listed]}
+
+    def _needed(self, section: type[SectionT]) -> list[str]:
+        return [name for name, field in section.model_fields.items() if field.is_required()]
+
+
+def refuse_code(name: str, *, imports: bool) -> None:
+    """Nobody else's spec names code for us to import.
+
+    Raises:
+        SpecError: this one does, and may not.
+    """
+    if not imports:
+        raise SpecError(
+            f"a service imports no code that a spec from elsewhere names, got {name!r}: start it with --allow-imports, or "
+            "install a package that offers it under a short name"
+        )
+
+
+def load(where: str, field: str) -> Any:
+    """What `module:Name` names.
+
+    Raises:
+        SpecError: it cannot be imported.
+    """
+    module, _, attribute = where.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise SpecError(
+            f"{field}: cannot import {where!r}: {error}; is it installed, or its folder in PYTHONPATH?"
+        ) from None

@@ -1,0 +1,400 @@
+"""The run spec: one YAML file that `run`, `up` and `simulate` read alike.
+
+A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by its own class: `losses`,
+`decision_sets`, `network`, `data`, `algorithms`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from sottovoce_core.algorithms import AnyAlgorithm
+from sottovoce_core.algorithms.setting import spread
+from sottovoce_core.data.files import READABLE
+from sottovoce_core.data.spec import DataSpec, Schema
+from sottovoce_core.decision_sets import AnyDecisionSet, L2Ball
+from sottovoce_core.errors import SpecError
+from sottovoce_core.explaining import explain
+from sottovoce_core.losses import AnyLoss
+from sottovoce_core.losses.linear import Logistic
+from sottovoce_core.network.roster import Absence, Roster, check_absences, names_of
+from sottovoce_core.network.topology import Topology
+from sottovoce_core.registry import ENDLESS, Count, Positive, Seconds, Section
+from sottovoce_core.yaml_files import document_of, fields_of, text_of, write_yaml
+
+LEARNER_NAME = r"^\w[\w .-]{0,62}(@[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"
+"""It is part of file names: no slashes. In a run of several trust domains it ends in its own: `east@east.example`."""
+LEARNER_NAMES = (
+    "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens, and where learners are of "
+    "several trust domains then @DOMAIN"
+)
+"""The same in words."""
+_RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+def _learner_name(name: str) -> str:
+    if re.fullmatch(LEARNER_NAME, name) is None:
+        raise ValueError(f"a learner's name must be {LEARNER_NAMES}, for it is part of file names")
+    return name
+
+
+def _run_name(name: str) -> str:
+    if re.fullmatch(_RUN_NAME, name) is None:
+        raise ValueError(
+            "a run's name must be 1 to 63 of the letters a to z, digits, and after the first also dots, hyphens and underscores, "
+            "for folders and addresses are made of it"
+        )
+    return name
+
+
+_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME})]
+_SHORTEST_PERIOD_S = 0.002
+"""Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
+USUAL_PATIENCE_S = 4 * 3600.0
+USUAL_LATE_S = 1.0
+MOST_LEARNERS = 4096
+"""The weights of a network are a matrix of learners by learners, and there are several of them."""
+MOST_ABSENCES = 4096
+"""Who is there is told apart for each of them."""
+
+
+if TYPE_CHECKING:
+    Rounds = int
+else:
+    Rounds = Annotated[
+        Count | None,
+        AfterValidator(lambda rounds: ENDLESS if rounds is None else rounds),
+        PlainSerializer(lambda rounds: None if rounds == ENDLESS else rounds, return_type=int | None),
+    ]
+    """How many; null: no end is planned (`ENDLESS`)."""
+
+
+class PrivacySpec(Section):
+    """What a learner may spend."""
+
+    budget: Positive | tuple[Positive, ...] | None = None
+    """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
+
+
+class ClockSpec(Section):
+    """The round clock: grants of windows of rounds, not barriers."""
+
+    mode: Literal["free", "paced", "data", "async"] = "free"
+    """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch. async: as
+    free, and nobody waits for a neighbour: the newest message is used."""
+    window: Count = 100
+    """Rounds granted at a time; nobody gets further ahead of the slowest learner."""
+    period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, le=1e9, allow_inf_nan=False)] | None = None
+    """Seconds per round (paced mode)."""
+    deadline_s: Seconds = 60.0
+    """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
+    patience_s: Seconds | None = None
+    """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
+    four hours."""
+
+    late: Literal["wait", "hold", "drop"] | None = None  # None, as for wait: async has no other policy
+    """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
+    is used again. drop: the round waits, and the run goes on without a learner that is gone for longer than `deadline_s`."""
+    late_s: Seconds | None = None
+    """Seconds after which a neighbour is late, where `late` is hold; None: one."""
+
+    @property
+    def hold_s(self) -> float | None:
+        """Seconds that a round waits for a neighbour before it uses the newest message of it; None: it waits."""
+        if self.mode == "async":
+            return 0.0
+        return (USUAL_LATE_S if self.late_s is None else self.late_s) if self.late == "hold" else None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that learners wait for a coordinator that is away."""
+        return USUAL_PATIENCE_S if self.patience_s is None else self.patience_s
+
+    @model_validator(mode="after")
+    def _period_when_paced(self) -> ClockSpec:
+        if (self.mode == "paced") != (self.period_s is not None):
+            raise ValueError("period_s must be given in paced mode, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> ClockSpec:
+        if self.mode == "async" and (self.late is not None or self.late_s is not None):
+            raise ValueError("late and late_s must be left out in async mode, where nobody waits for a neighbour")
+        if self.late_s is not None and self.late != "hold":
+            raise ValueError("late_s must be given with late: hold, and only there")
+        if self.hold_s is not None and self.hold_s >= self.deadline_s:
+            raise ValueError(f"late_s must be below deadline_s, got {self.hold_s:g} and {self.deadline_s:g}")
+        return self
+
+
+class TelemetrySpec(Section):
+    """What learners tell their operator beyond rounds, bytes and budget. All of it is outside the privacy guarantee."""
+
+    accuracy: bool = False
+    """Report prequential accuracy: data-dependent."""
+    predict: bool = False
+    """Answer Predict calls: the answers depend on the private model."""
+
+
+class RunSpec(Section):
+    """A whole run."""
+
+    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME})] = "run"
+    rounds: Rounds
+    """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
+    learners: (
+        Annotated[int, Field(gt=0, le=MOST_LEARNERS)]
+        | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
+    ) = 5
+    """How many, or their names."""
+    algorithm: AnyAlgorithm
+    loss: AnyLoss = Logistic()
+    decision_set: AnyDecisionSet = L2Ball(radius=100.0)
+    topology: Topology = Topology()
+    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] = ()
+    """Who is away in which rounds: who joins late, leaves early, or pauses."""
+    data: DataSpec = DataSpec()
+    privacy: PrivacySpec = PrivacySpec()
+    clock: ClockSpec = ClockSpec()
+    capture: Literal["relay", "mirror", "wiretap", "none"] = "none"
+    """relay: every edge passes through the eavesdropper, which reads it. mirror: learners copy their messages to it. wiretap:
+    every edge passes through it as it is, encrypted, and only sizes and times are recorded."""
+    capture_gap: Literal["mark", "fail"] = "mark"
+    misconduct: Literal["stop", "drop", "clip"] = "stop"
+    """A neighbour does what no correct one does. stop: the run fails at once. drop: it goes on without a learner that most of its
+    neighbours accuse. clip: as stop, and numbers beyond what a correct one can say are clipped before they are used."""
+    durability: Literal["process", "power"] = "power"
+    """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
+    telemetry: TelemetrySpec = TelemetrySpec()
+
+    @property
+    def endless(self) -> bool:
+        """Whether no end is planned."""
+        return self.rounds == ENDLESS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the learners, by index."""
+        return names_of(self.learners)
+
+    @property
+    def routed(self) -> bool:
+        """Whether every edge leads through the eavesdropper."""
+        return self.capture in ("relay", "wiretap")
+
+    @property
+    def n_learners(self) -> int:
+        """Number of learners."""
+        return len(self.names)
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether it may go on without a learner that is lost."""
+        return "drop" in (self.clock.late, self.misconduct)
+
+    def budget_of(self, learner: int) -> float | None:
+        """Epsilon at which a learner of this index stops speaking; None: there is no limit."""
+        whole = self.privacy.budget
+        return None if whole is None else spread(whole, self.n_learners, "privacy.budget")[learner]
+
+    @property
+    def roster(self) -> Roster:
+        """Who is there in which round."""
+        return Roster(self.names, self.absences)
+
+    @field_validator("learners")
+    @classmethod
+    def _names_differ(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
+        names = Counter(names_of(learners))
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
+        if 0 < len(without := [name for name in names if "@" not in name]) < len(names):
+            raise ValueError(
+                f"all learner names must hold a trust domain (NAME@DOMAIN), or none of them, got {without[0]!r} without one"
+            )
+        return learners
+
+    @field_validator("absences")
+    @classmethod
+    def _absences_fit(cls, absences: tuple[Absence, ...], before: ValidationInfo) -> tuple[Absence, ...]:
+        if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
+            check_absences(Roster(names_of(before.data["learners"]), absences), before.data["rounds"])
+        return absences
+
+    @model_validator(mode="after")
+    def _records_go_on(self) -> RunSpec:
+        if self.endless and not self.data.live:
+            raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
+        return self
+
+
+# ---- reading and writing ---------------------------------------------------------------------------------
+
+
+def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunSpec:
+    """Check a parsed document.
+
+    Args:
+        document: as YAML or JSON gives it.
+        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else: from the wire,
+            a capture, a ledger. So there is no default.
+        source: what errors call it.
+
+    Raises:
+        SpecError: one line per problem, each with the field, the value and what is allowed.
+    """
+    document = fields_of(document, source)
+    try:
+        return RunSpec.model_validate(document, context={"imports": imports})
+    except ValidationError as error:
+        raise SpecError(explain(error, source, document, RunSpec)) from None
+
+
+def code_to_import(section: object) -> str | None:
+    """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
+    return next(codes_to_import(section), None)
+
+
+def codes_to_import(section: object, place: tuple[object, ...] = ()) -> Iterator[str]:
+    """All that a spec, as YAML or JSON gives it, names as `module:Class`; `place` is that of a section in the spec."""
+    if place == ("data", "schema"):  # what it names are columns
+        return
+    if isinstance(section, Mapping):
+        for key, value in section.items():
+            if key in ("kind", "name", "module") and isinstance(value, str) and ":" in value:
+                yield value
+            yield from codes_to_import(value, (*place, key))
+    elif isinstance(section, list | tuple):
+        for value in section:
+            yield from codes_to_import(value, (*place, None))
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Read a YAML file.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid spec.
+    """
+    return parse_spec(read_document(path), source=str(path), imports=True)
+
+
+def read_document(path: Path) -> Mapping[Any, Any]:
+    """What a YAML file says, not checked yet; a schema that it names as a file stands in it.
+
+    Relative paths in a file begin in the file's folder. What is read has them from the working directory.
+
+    Raises:
+        SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
+    """
+    document: dict[Any, Any] = dict(with_schema(_read(path, "a run spec"), path.parent))
+    move_paths(document, path.parent, Path())
+    return document
+
+
+def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
+    """Let a document name the same files from another folder: those of `data.source` and of graphs."""
+    data, topology = document.get("data"), document.get("topology")
+    if (
+        isinstance(data, Mapping)
+        and isinstance(source := data.get("source"), str)
+        and Path(source).suffix.lower() in READABLE
+    ):
+        document["data"] = {**data, "source": _moved(source, begin, end)}
+    if isinstance(topology, Mapping):
+        document["topology"] = _with_graphs_moved(topology, begin, end)
+
+
+def _with_graphs_moved(section: Any, begin: Path, end: Path) -> Any:
+    """The section `topology`, or a part of it: one graph, or a sequence of several."""
+    if isinstance(section, list | tuple):
+        return [_with_graphs_moved(part, begin, end) for part in section]
+    if not isinstance(section, Mapping):
+        return section
+    moved = {key: _with_graphs_moved(part, begin, end) for key, part in section.items()}
+    if isinstance(path := section.get("path"), str):
+        moved["path"] = _moved(path, begin, end)
+    return moved
+
+
+def _moved(path: str, begin: Path, end: Path) -> str:
+    if Path(path).is_absolute() or begin.absolute() == end.absolute():
+        return path
+    try:
+        return os.path.relpath(begin / path, end)
+    except ValueError:  # on another drive
+        return str((begin / path).absolute())
+
+
+def _read(path: Path, what: str) -> Mapping[Any, Any]:
+    try:
+        return document_of(text_of(path, what), str(path), what)
+    except SpecError as error:
+        if path.suffix.lower() not in READABLE or not path.is_file():
+            raise
+        more = "" if what == "a run spec" else " --schema-only"
+        raise SpecError(
+            f"{error}; this is a file of records: `sottovoce init {path}{more}` writes {what} for them"
+        ) from None
+
+
+def with_schema(document: Any, folder: Path) -> Any:
+    """A document with its schema in place, where `data.schema` is the path of a file.
+
+    Args:
+        document: of a spec.
+        folder: that a relative path begins in.
+
+    Raises:
+        SpecError: the schema's file is unreadable, not YAML, or no mapping of fields.
+    """
+    data = document.get("data") if isinstance(document, Mapping) else None
+    if not isinstance(data, Mapping) or not isinstance(named := data.get("schema"), str | Path):
+        return document
+    return {**document, "data": {**data, "schema": _read(folder / named, "a schema")}}
+
+
+def load_schema(path: Path) -> Schema:
+    """Read a schema of records from a YAML file.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid schema: one line per problem.
+    """
+    document = _read(path, "a schema")
+    try:
+        return Schema.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(explain(error, str(path), document, Schema)) from None
+
+
+def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
+    """The spec as YAML, complete with defaults.
+
+    Args:
+        spec: its relative paths begin in the working directory.
+        folder: that the file will lie in, and its paths begin in; None: as they are.
+    """
+    document = spec.model_dump(mode="json")
+    if folder is not None:
+        move_paths(document, Path(), folder)
+    return write_yaml(document)
+
+
+def spec_schema() -> str:
+    """JSON schema of a run spec, for editors, with all built-in kinds."""
+    return json.dumps(RunSpec.model_json_schema(), indent=2)

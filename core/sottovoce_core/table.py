@@ -1,0 +1,227 @@
+"""A small table of results: columns by name, and ways out of it to pandas, polars, Arrow, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import html
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce_core.errors import SpecError
+from sottovoce_core.text import cell_of, plain
+
+Column = npt.NDArray[Any]
+SHOWN = 40
+"""Rows that a table shows on the screen; files hold all of them."""
+_NAMED = 12
+"""Values of a column that an error names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Table:
+    """Named columns of equal length, in order.
+
+    Numbers are float64 or int64; what is missing is not-a-number among numbers, None among words. The other forms are what their
+    libraries call a data frame or table, with the same columns in the same order.
+
+    Attributes:
+        columns: name to `(rows,)`.
+
+    Raises:
+        SpecError: the columns differ in length.
+
+    >>> table = Table.of(["learner", "epsilon"], [("north", 1.5), (None, 2.0)])
+    >>> table
+    learner  epsilon
+    north        1.5
+    –              2
+    >>> table["epsilon"].max()
+    np.float64(2.0)
+    >>> table.to_dict()
+    {'learner': ['north', None], 'epsilon': [1.5, 2.0]}
+    >>> table.where(learner="north")
+    learner  epsilon
+    north        1.5
+    """
+
+    columns: Mapping[str, Column]
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(column) for name, column in self.columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise SpecError(f"the columns of a table must be equally long, got {lengths}")
+
+    @classmethod
+    def of(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
+        """A table of rows, each with one value per name."""
+        values = list(zip(*rows, strict=True)) or [()] * len(names)
+        return cls({name: _column(column) for name, column in zip(names, values, strict=True)})
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.columns.values()), ()))
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Its rows, as Python's own values."""
+        return zip(*self.to_dict().values(), strict=True)
+
+    def where(self, **wanted: Any) -> Table:
+        """The rows whose columns have these values (None: those where it is missing).
+
+        Raises:
+            SpecError: there is no such column, or no row at all with such a value.
+        """
+        kept = np.ones(len(self), dtype=bool)
+        for name, value in wanted.items():
+            if name not in self.columns:
+                raise SpecError(f"a column must be one of {', '.join(self.columns)}, got {name}")
+            values = self[name].tolist()
+            found = np.array([_missing(each) if value is None else each == value for each in values], dtype=bool)
+            if len(self) and not found.any():
+                known = ", ".join(_text(each) for each in list(dict.fromkeys(values))[:_NAMED])
+                more = ", ..." if len(set(map(str, values))) > _NAMED else ""
+                raise SpecError(f"{name} must be one of the column's values, {known}{more}, got {value!r}")
+            kept &= found
+        return Table({name: column[kept] for name, column in self.columns.items()})
+
+    # ---- other forms -----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Columns as lists of Python's own values."""
+        return {name: column.tolist() for name, column in self.columns.items()}
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """A structured array, `(rows,)`."""
+        fields = [(name, column.dtype) for name, column in self.columns.items()]
+        made: npt.NDArray[Any] = np.empty(len(self), dtype=fields)
+        for name, column in self.columns.items():
+            made[name] = column
+        return made
+
+    def to_arrow(self) -> Any:
+        """A `pyarrow.Table`; what is missing is null.
+
+        Raises:
+            SpecError: pyarrow is not installed.
+        """
+        arrow = _library("pyarrow")
+        return arrow.table({name: arrow.array(column, from_pandas=True) for name, column in self.columns.items()})
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`.
+
+        Raises:
+            SpecError: pandas is not installed.
+        """
+        return _library("pandas").DataFrame(dict(self.columns))
+
+    def to_polars(self) -> Any:
+        """A `polars.DataFrame`; what is missing is null.
+
+        Raises:
+            SpecError: polars is not installed.
+        """
+        known = {name: [None if _missing(each) else each for each in cells] for name, cells in self.to_dict().items()}
+        return _library("polars").DataFrame(known)
+
+    # ---- files -----------------------------------------------------------------------------------------------
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write a CSV file with a header; numbers in full, what is missing as an empty cell, text as no spreadsheet runs it."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self.columns)
+            writer.writerows([["" if _missing(cell) else cell_of(cell) for cell in row] for row in self.rows()])
+
+    def to_latex(self, path: Path | str) -> None:
+        r"""Write a `tabular` in the style of the package booktabs, for `\input`; numbers to four significant digits."""
+        heads, *rows = ([_latex(cell) for cell in row] for row in self._texts())
+        form = "".join("r" if self._numeric(name) else "l" for name in self.columns)
+        lines = [rf"\begin{{tabular}}{{{form}}}", r"\toprule", _line(heads), r"\midrule", *map(_line, rows)]
+        text = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    # ---- on the screen ---------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        texts = self._texts(SHOWN)
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        right = [self._numeric(name) for name in self.columns]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(row, widths, right, strict=True)
+            ).rstrip()
+            for row in texts
+        ]
+        more = len(self) - SHOWN
+        return "\n".join(lines + ([f"… {more:,} more rows"] if more > 0 else []))
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        heads, *rows = ([html.escape(cell) for cell in row] for row in self._texts(SHOWN))
+        head = "".join(f"<th>{cell}</th>" for cell in heads)
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        more = f"<p>… {len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+    def _texts(self, most: int | None = None) -> list[list[str]]:
+        """Heads, and rows as people read them."""
+        first = Table({name: column[:most] for name, column in self.columns.items()})
+        return [list(self.columns), *([_text(cell) for cell in row] for row in first.rows())]
+
+    def _numeric(self, name: str) -> bool:
+        return self[name].dtype.kind in "iuf"
+
+
+def _column(values: Sequence[Any]) -> Column:
+    """Numbers as numbers, everything else as it is."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return np.asarray(values, dtype=None if values else np.float64)
+    made: Column = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _text(value: Any) -> str:
+    if _missing(value):
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return rf"{' & '.join(cells)} \\"
+
+
+def _latex(text: str) -> str:
+    """Plain text for LaTeX."""
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    special |= {"ε": r"$\varepsilon$", "±": r"$\pm$", "−": "$-$", "∞": r"$\infty$"}
+    text = "".join(special.get(sign, f"\\{sign}" if sign in "#$%&_{}" else sign) for sign in text)
+    return {"inf": r"$\infty$", "-inf": r"$-\infty$"}.get(text, text)
+
+
+def _library(name: str) -> Any:
+    """A library that a table can be given to, imported only then.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise SpecError(f"a table for {name} needs {name}: pip install {name}") from None

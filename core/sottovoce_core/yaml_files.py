@@ -1,0 +1,243 @@
+"""Documents in YAML 1.2: run specs, schemas, policies, options.
+
+A name that is given twice, and a value that does not exist, are refused with their line.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML, Node
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
+
+from sottovoce_core.errors import SpecError
+
+LONGEST = 16 * 1024 * 1024
+"""Bytes of a file that are read: thousands of learners, or categories, have some hundred each."""
+_MOST_BITS = 2**13
+"""Of a whole number: longer ones are not even printed."""
+_FORMS = {"NoneType": "nothing", "str": "text", "list": "a list", "int": "a number", "float": "a number"}
+_KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date"}
+_ODD = {"\t": "a tab", "\u00a0": "a no-break space"}
+"""What looks like a blank, and is none."""
+_OLDER = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
+"""Text that readers of YAML 1.1, such as Helm and PyYAML, take for a truth value or for minutes and seconds."""
+
+
+class _Constructor(SafeConstructor):
+    """Constructor that refuses with the line, and never prints a value: aliases can make it endless."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = set[str]()
+        merged = getattr(node, "merge", None) or ()  # stands before its own, once another mapping has taken it in
+        for key, _ in node.value[len(merged) :]:
+            if not isinstance(key, ScalarNode):
+                raise _refusal("the name of a field must be text", key)
+            if key.value in names:
+                raise _refusal(f"{key.value!r} stands there twice", key)
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise ValueError
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            form = str(node.tag).rpartition(":")[2]
+            why = f": {error}" if form == "timestamp" and isinstance(error, ValueError) else ""
+            raise _refusal(
+                f"{str(node.value)[:40]!r} is no {_KINDS.get(form, form)} that there is{why}", node
+            ) from None
+        return value
+
+
+def _refusal(text: str, node: Node) -> YAMLError:
+    return ConstructorError(None, None, text, node.start_mark)
+
+
+class _Representer(SafeRepresenter):
+    """Representer of values that every reader of YAML takes for the same, without anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        if "." not in node.value:  # 1e-05, which is text in YAML 1.1
+            node.value = node.value.replace("e", ".0e", 1)
+        return node
+
+    def represent_text(self, data: str) -> ScalarNode:
+        quotes = "'" if _OLDER.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=quotes)
+
+
+_Representer.add_representer(str, _Representer.represent_text)
+_Representer.add_representer(float, _Representer.represent_float)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a text as YAML 1.2.
+
+    Raises:
+        YAMLError: it is none, a mapping has a key twice, or a value does not exist.
+        RecursionError: it is nested too deep.
+    """
+    reader = _yaml()
+    reader.Constructor = _Constructor
+    return reader.load(text)
+
+
+def write_yaml(value: object, *, flow: bool | None = False) -> str:
+    """Write a value as YAML: mappings in their own order, no line broken.
+
+    Args:
+        value: of mappings, lists, texts and numbers.
+        flow: with braces and brackets; None: in those that hold no others.
+    """
+    writer, text = _yaml(), io.StringIO()
+    writer.Representer = _Representer
+    writer.default_flow_style, writer.width = flow, sys.maxsize
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    writer.dump(value, text)
+    return text.getvalue().removesuffix("...\n")
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True, plug_ins=[])
+
+
+def text_of(path: Path, what: str, most: int = LONGEST) -> str:
+    """The text of a file.
+
+    Args:
+        path: of the file.
+        what: it should be, with its article.
+        most: bytes of it.
+
+    Raises:
+        SpecError: unreadable, too long, or not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most + 1)
+    except OSError as error:
+        raise SpecError(f"cannot read {_the(what)} {path}: {error.strerror}") from None
+    if len(raw) > most:
+        raise SpecError(f"{path}: {what} has at most {most} bytes, got more")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        if (found := format_of(raw)) and "UTF" not in found:
+            raise SpecError(f"cannot read {_the(what)} {path}: it must be text in UTF-8, got {found}") from None
+        line = raw.count(b"\n", 0, error.start) + 1
+        found = found.replace("text in", "it is") or f"line {line} is not"
+        raise SpecError(f"cannot read {_the(what)} {path}: it must be UTF-8, and {found}: save it as UTF-8") from None
+
+
+_FORMATS = (
+    (rb"\x1f\x8b", "gzip data: unpack it"),
+    (rb"PK\x03\x04.*(\[Content_Types\]|xl/)", "an Excel workbook: save the sheet as CSV UTF-8"),
+    (rb"PK\x03\x04[^/]*\.npy", "a NumPy archive: its name must end in .npz"),
+    (rb"PK\x03\x04", "a zip archive: unpack it"),
+    (rb"\xd0\xcf\x11\xe0", "an old Excel workbook: save the sheet as CSV UTF-8"),
+    (rb"BZh[1-9]1AY", "bzip2 data: unpack it"),
+    (rb"\xfd7zXZ", "xz data: unpack it"),
+    (rb"\x28\xb5\x2f\xfd", "zstd data: unpack it"),
+    (rb"PAR1[\x00-\x08\x0e-\x1f\x80-\xff]", "a Parquet file: its name must end in .parquet"),
+    (rb"ARROW1\x00", "an Arrow (Feather) file: write it as .parquet"),
+    (rb"\x93NUMPY", "one NumPy array (.npy): write X and y with numpy.savez"),
+    (rb"\x89HDF", "HDF5: write it as .parquet or .npz"),
+    (rb"MATLAB \d\.\d MAT-file", "a MATLAB file: write it as .csv"),
+    (rb"SQLite format 3\x00", "an SQLite database: write the table as .csv"),
+    (rb"\x80[\x02-\x05]", "pickled Python objects: write them as .npz, .csv or .parquet"),
+    (rb"version https://git-lfs", "a Git LFS pointer in place of the file: run git lfs pull"),
+    (rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff", "text in UTF-32"),
+    (rb"\xff\xfe|\xfe\xff|(\x00[^\x00]){4}|([^\x00]\x00){4}", "text in UTF-16"),
+    (rb"(?i)\s*<(!doctype )?html", "a web page: fetch the file itself"),
+    (rb"\s*<(\?xml|!|\w[^,\n]*\n)", "XML"),
+    (rb"(?i)(\s*%.*\n)*\s*@relation\b", "ARFF (Weka): write it as .csv"),
+    (rb"\s*(\{\s*[\"}]|\[\s*[\[{\"\d-])", "JSON: write it as .csv or .parquet"),
+    (
+        rb"[ \t]*[+-]?\d[\d.eE+-]*([ \t]+\d+:[+-]?[\d.][\d.eE+-]*)+[ \t]*(#.*)?\r?(\n|$)",
+        "LIBSVM (label index:value ...): write it as .npz or .csv (scikit-learn's load_svmlight_file reads it)",
+    ),
+)
+"""How the content of a file begins that has another format than its name says; and what it is, with what to do."""
+
+
+def format_of(content: bytes) -> str:
+    """Name the format that a file's content looks like, with what to do about it; empty if it is not known."""
+    head = content[:4096].removeprefix(b"\xef\xbb\xbf")
+    # A zip archive lists its members at the end, where an Excel workbook names its sheets.
+    tail = content[-4096:] if head.startswith(b"PK") else b""
+    return next((name for begin, name in _FORMATS if re.match(begin, head + tail, re.DOTALL if tail else 0)), "")
+
+
+def _the(what: str) -> str:
+    return what.replace("a ", "the ", 1)
+
+
+def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+    """What a text says as YAML, not checked yet.
+
+    Args:
+        text: of a file.
+        source: what errors call it.
+        what: it should be.
+
+    Raises:
+        SpecError: not YAML, or no mapping of fields.
+    """
+    try:
+        document = parse_yaml(text)
+    except YAMLError as error:
+        raise SpecError(f"{source} is not YAML: {_wrong_with(error, text)}") from None
+    except RecursionError:
+        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
+    return fields_of(document, source, what)
+
+
+def fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+    """The same document, if it is a mapping of fields.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if isinstance(document, Mapping):
+        return document
+    form = type(document).__name__
+    colon = isinstance(document, str) and re.search(r":\S", document)
+    advice = ": a blank must stand behind each colon" if colon else ""
+    raise SpecError(f"{source}: {what} must be a mapping of fields, got {_FORMS.get(form, form)}{advice}")
+
+
+def _wrong_with(error: YAMLError, text: str) -> str:
+    """What is wrong with a text that is no YAML, and in which line: one sentence."""
+    if isinstance(error, ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f"a character that is no text, U+{error.character:04X}, stands in line {line}"
+    mark = getattr(error, "problem_mark", None)
+    told, advice = str(getattr(error, "problem", None) or "it cannot be read"), ""
+    if mark is None:
+        return told
+    if told.startswith("but found another document"):
+        return f"it must be one document, and a second one begins in line {mark.line + 1}, after ---: make it a file of its own"
+    line, column = mark.line, mark.column
+    near = [(k, at) for k, at in enumerate(text.split("\n")) if line - 1 <= k <= line]
+    if odd := next(((k, at.index(sign), name) for k, at in near for sign, name in _ODD.items() if sign in at), None):
+        line, column, name = odd
+        told, advice = f"{name} stands there", ": put a blank in its place"
+    elif told.startswith("mapping values are not allowed"):
+        advice = "; is a line indented too far, or must text with a colon stand in quotes?"
+    return f"{' '.join(told.split())} (line {line + 1}, column {column + 1}){advice}"
