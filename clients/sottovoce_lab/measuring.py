@@ -124,7 +124,10 @@ def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
 
 def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
     """The part of the audit that refutes the claim first; empty: none."""
-    broken = mutant.breaks(plan)
+    try:
+        broken = mutant.breaks(plan)
+    except SpecError:  # it fits its base, but not these worlds: here it does nothing
+        return ""
     if broken.heard is not None:
         return next(iter(notices(broken.heard(Spoken(plan)), plan)), "")
     if mutant.family == "conformance":

@@ -83,6 +83,13 @@ def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(console.file, io.StringIO) and "missed: lost" in console.file.getvalue()
 
 
+def test_worlds_in_which_a_break_does_nothing_are_audits_that_miss_it() -> None:
+    """With the seed 3 an audit of five runs takes records without zeros, so no message is shorter."""
+    found = measure(BY_NAME["length"], audits=1, seed=3, most=5)
+
+    assert (found.needed, found.found_by) == (None, "")
+
+
 @pytest.mark.statistics
 def test_the_fewest_runs_with_enough_evidence_are_found() -> None:
     """3 % of scale in numbers of 3 learners, 16 rounds and 16 coordinates: 24.4/0.03^2 of them, so 18 runs of each world."""
