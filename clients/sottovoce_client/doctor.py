@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.feeding.broker import feeds
-from sottovoce_client.feeding.sinks import HTTP
+from sottovoce_client.feeding.broker import HTTP, feeds
 from sottovoce_client.wording import count
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_core.text import plain

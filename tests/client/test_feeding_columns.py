@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sottovoce_client.feeding.dead_letters import dead_letters
-from sottovoce_client.feeding.files import file_parts
-from sottovoce_client.feeding.forms import Csv, StandardInput
+from sottovoce_client.feeding.files import StandardInput, file_parts
+from sottovoce_client.feeding.forms import Csv
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms, feed
 from sottovoce_client.feeding.records import Fields, Tabular
@@ -75,7 +75,7 @@ def test_without_a_schema_a_table_has_two_columns() -> None:
 )
 def test_a_delimiter_that_fits_is_named(delimiter: str, header: bytes, advice: str) -> None:
     with pytest.raises(DataError, match=advice):
-        Csv(delimiter).anew(fields().misfit).header(header + b"\n", whole=False)
+        Csv(delimiter).header(header + b"\n", fields().misfit, whole=False)
 
 
 def parts_of(kind: str, folder: Path, header: str, row: str, open_files: ExitStack) -> Any:
@@ -145,8 +145,10 @@ def test_lines_of_json_have_no_columns(tmp_path: Path) -> None:
     (part,) = file_parts([path])
     assert isinstance(part, Tabular)
 
+    part.misfit = fields().misfit
+
     async def first() -> Any:
-        async for messages in part.held(fields().misfit).read(-1):
+        async for messages in part.read(-1):
             return messages
 
     assert asyncio.run(first())[0].body == b'{"years": 1}'

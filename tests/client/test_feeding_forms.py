@@ -225,7 +225,7 @@ def test_a_sieve_tells_records_from_what_is_none() -> None:
     encoded, positions = sifted.fitting
     assert (positions, len(encoded.labels), sifted.again, sifted.last) == ([3, 11], 2, 1, 11)
     np.testing.assert_array_equal(encoded.features[0], encoded.features[1])
-    reasons = [(message.position, why) for message, why in sifted.refused]
+    reasons = [(messages[place].position, why) for place, why in sifted.refused.items()]
     assert reasons == [(5, "age: beyond its bounds"), (8, "unreadable"), (9, UNDECLARED), (10, NO_OBJECT)]
     assert sieve.sift(messages[:1], 3).fitting is None
 
@@ -262,7 +262,7 @@ def test_a_run_without_a_schema_takes_lists_of_numbers() -> None:
     ]
     sifted = sieve.sift([Message(row, at) for at, row in enumerate(rows)], -1)
     assert sifted.fitting is not None and sifted.fitting[0].features.tolist() == [[1.0, 2.5, 1.0]]
-    reasons = [why for _, why in sifted.refused]
+    reasons = list(sifted.refused.values())
     assert reasons[:7] == [NO_NUMBERS] * 7
     assert reasons[7:] == ["a number that is not finite", "the label: none that the loss knows"]
 

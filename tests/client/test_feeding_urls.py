@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.broker import FROM, Access, Feed, Setting, feeds
-from sottovoce_client.feeding.sinks import HTTP
+from sottovoce_client.feeding.broker import FROM, HTTP, Access, Feed, Setting, feeds
 from sottovoce_core.errors import SpecError
 from tests.client.test_feeding import ann, command, ended
 from tests.client.test_live_learner import RECORD, learned

@@ -288,6 +288,25 @@ class Source:
         return context
 
 
+HTTP = Feed(
+    name="HTTP",
+    schemes={"http": 7490, "https": 7490},
+    tls=frozenset({"https"}),
+    help="Records that clients POST to /records at this address, as JSON; they are answered when the learner has kept them. "
+    "Other addresses than this machine's own need https, --tls-cert, --tls-key and --token-file, or --insecure.",
+    examples=("http://127.0.0.1:7490", "https://0.0.0.0:7490?when-full=reject"),
+    settings=(
+        Setting(
+            "when-full", "Whether a request that finds no room waits, or is refused (429).", "wait", ("wait", "reject")
+        ),
+        Setting("max-bytes", "Maximum size of a request, in bytes.", 1024 * 1024, least=1),
+    ),
+    modules=("starlette", "uvicorn"),
+    has_positions=True,
+)
+"""The feed that listens at its URL; all others are offered by entry points."""
+
+
 def feeds() -> list[Feed]:
     """The feeds that installed packages offer, this one and others, by name.
 

@@ -17,14 +17,6 @@ from typing import Any, BinaryIO
 from sottovoce_client.feeding.records import Message
 from sottovoce_core.errors import DataError, NotReady
 
-Letter = tuple[int, int]
-"""A message in this process: its position, and a hash of it, for a position alone does not tell it from another."""
-
-
-def letter_of(message: Message) -> Letter:
-    """A message, to be compared with those that were written."""
-    return message.position, hash(json.dumps(_as_json(message.body)))
-
 
 class DeadLetters:
     """A file of JSON lines: `run`, `source`, `position`, `reason`, `message`. `dead_letters` opens one.
@@ -32,56 +24,50 @@ class DeadLetters:
     Args:
         file: open for reading and appending.
         path: what errors call it.
+
+    Raises:
+        DataError: a line of it is none of ours.
     """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._turn = asyncio.Lock()
-
-    async def written(self, run_id: str, source: str) -> Counter[Letter]:
-        """What stands in it of a source in a run, each letter as often as it does.
-
-        Raises:
-            DataError: a line of it is none of ours.
-        """
-        async with self._turn:
-            return await asyncio.to_thread(self._letters, run_id, source)
-
-    def _letters(self, run_id: str, source: str) -> Counter[Letter]:
-        self._file.seek(0)
-        found = Counter[Letter]()
-        for number, line in enumerate(self._file, 1):
+        self._file, self._turn = file, asyncio.Lock()
+        self._before = Counter[tuple[str, str, int, int]]()
+        """What earlier feeders have written, as often as they have: a position alone does not tell a message from another."""
+        file.seek(0)
+        for number, line in enumerate(file, 1):
             try:
-                told = json.loads(line)
-                if (told["run"], told["source"]) == (run_id, source):
-                    found[told["position"], hash(json.dumps(told["message"]))] += 1
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise DataError(f"{self._path} has a line {number} that no feeder wrote: take another file") from None
-        return found
+                self._before[_known_by(**json.loads(line))] += 1
+            except (ValueError, TypeError, RecursionError):
+                raise DataError(f"{path} has a line {number} that no feeder wrote: take another file") from None
 
-    async def write(self, run_id: str, source: str, refused: Sequence[tuple[Message, str]]) -> None:
+    async def write(self, run_id: str, source: str, refused: Sequence[tuple[Message, str]]) -> int:
         """Add messages, and come back when they are on the disk; OSError: they are not.
 
         Args:
             run_id: of the run.
             source: that they came from.
             refused: each with its reason.
+
+        Returns:
+            How many a feeder before this one had written; they are not written again.
         """
-        lines = "".join(
-            json.dumps(
-                {
-                    "run": run_id,
-                    "source": source,
-                    "position": message.position,
-                    "reason": reason,
-                    "message": _as_json(message.body),
-                }
-            )
-            + "\n"
-            for message, reason in refused
-        )
-        async with self._turn:
-            await asyncio.to_thread(self._append, lines.encode())
+        lines = list[bytes]()
+        for message, reason in refused:
+            letter = {
+                "run": run_id,
+                "source": source,
+                "position": message.position,
+                "reason": reason,
+                "message": _as_json(message.body),
+            }
+            if self._before[known := _known_by(**letter)] > 0:
+                self._before[known] -= 1
+            else:
+                lines.append(f"{json.dumps(letter)}\n".encode())
+        if lines:
+            async with self._turn:
+                await asyncio.to_thread(self._append, b"".join(lines))
+        return len(refused) - len(lines)
 
     def _append(self, lines: bytes) -> None:
         self._file.seek(0, os.SEEK_END)
@@ -98,6 +84,7 @@ def dead_letters(path: Path) -> Iterator[DeadLetters]:
 
     Raises:
         NotReady: another feeder writes to it, or it cannot be written to.
+        DataError: it holds something else.
     """
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -129,6 +116,11 @@ def _whole(file: BinaryIO) -> int:
             return begin + found + 1
         end = begin
     return 0
+
+
+def _known_by(run: str, source: str, position: int, message: Any, reason: str) -> tuple[str, str, int, int]:
+    """What tells a letter from others in this process."""
+    return run, source, position, hash(json.dumps(message))
 
 
 def _as_json(value: Any) -> Any:

@@ -12,15 +12,15 @@ import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
-from sottovoce_client.feeding.progress import Account, Tally, Work
-from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Sifted, Tabular, map_of
+from sottovoce_client.feeding.dead_letters import DeadLetters, dead_letters
+from sottovoce_client.feeding.progress import Account, Work
+from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Tabular, map_of
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
@@ -63,16 +63,7 @@ class Target:
             account.awaited = f"{awaited}: {why}"
             log.warning("waiting for the learner", at=self.address, why=why)
 
-        return connect_learner(
-            self.address,
-            source=source,
-            name=self.name,
-            identity=self.identity,
-            insecure=self.insecure,
-            patience_s=self.patience_s,
-            allow_imports=self.allow_imports,
-            tell=waits,
-        )
+        return connect_learner(**asdict(replace(self, source=source)), tell=waits)
 
     def source_of(self, part: Part) -> str:
         """Under which the learner counts a part."""
@@ -147,14 +138,14 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
             return
         sieve = terms.sieve(learners[0])
         account.run_id = learners[0].run_id
-        account.tallies = [Tally(source) for source in sources]
-        parts = [part.held(sieve.fields.misfit) if isinstance(part, Tabular) else part for part in parts]
-        pumps = [
-            _Pump(part, learner, sieve, dead, tally)
-            for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
-        ]
+        account.sources |= set(sources)
+        for part in parts:
+            if isinstance(part, Tabular):
+                part.misfit = sieve.fields.misfit
         once = any(getattr(part, "once", False) for part in parts)
-        works = [pump.run(stop) for pump in pumps]
+        works = [
+            _Pump(part, learner, sieve, dead, account).run(stop) for part, learner in zip(parts, learners, strict=True)
+        ]
         await _all(
             works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
         )
@@ -266,17 +257,17 @@ class _Pump:
         learner: connected for the part's source.
         sieve: tells what is a record.
         dead: takes what is none; None: that is dropped.
-        tally: counts.
+        account: counts.
     """
 
     def __init__(
-        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: DeadLetters | None, tally: Tally
+        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: DeadLetters | None, account: Account
     ) -> None:
-        self._part, self._learner, self._sieve, self._dead, self._tally = part, learner, sieve, dead, tally
+        self._part, self._learner, self._sieve, self._dead, self._account = part, learner, sieve, dead, account
         self._read: deque[Message] = deque()
         self._more, self._room = asyncio.Event(), asyncio.Event()
-        self._written = Counter[Letter]()
         self._last = learner.position
+        self._reasons = Counter[str]()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until the part ends or it is told to stop; what was read by then is fed.
@@ -284,8 +275,6 @@ class _Pump:
         Raises:
             SottovoceError, OSError: as `feed`.
         """
-        if self._dead is not None:
-            self._written = await self._dead.written(self._learner.run_id, self._learner.source)
         async with Tasks() as tasks:
             reading = tasks.start(self._read_on(self._learner.position))
             reading.add_done_callback(lambda _: self._more.set())
@@ -306,7 +295,7 @@ class _Pump:
         try:
             async for each in messages:
                 self._read.extend(each)
-                self._tally.waiting += len(each)
+                self._account.waiting += len(each)
                 self._more.set()
                 while len(self._read) >= WAITING:
                     self._room.clear()
@@ -319,12 +308,19 @@ class _Pump:
         """Messages to where they belong; then the source may forget them."""
         self._room.set()
         sifted = self._sieve.sift(messages, self._last)
-        self._last, self._tally.again = sifted.last, self._tally.again + sifted.again
-        await self._bury(sifted)
+        self._last, self._account.again = sifted.last, self._account.again + sifted.again
+        await self._bury([(messages[place], why) for place, why in sifted.refused.items()])
         if sifted.fitting is not None:
             records, positions = sifted.fitting
-            self._tally.fed += await self._learner.feed(records, positions=positions)
-        self._tally.waiting -= len(messages)
+            fed = await self._learner.feed(records, positions=positions)
+            self._account.fed += fed  # others count meanwhile
+        elif self._hopeless and self._reasons.total() >= HOPELESS:
+            ((reason, _),) = self._reasons.most_common(1)
+            raise DataError(
+                f"none of the first {self._reasons.total()} messages of {self._learner.source} is a record of this run, mostly "
+                f"because of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
+            )
+        self._account.waiting -= len(messages)
         if not self._hopeless:  # where all came again, too: a broker waits for its receipt
             await self._part.keep(self._last)
 
@@ -333,29 +329,12 @@ class _Pump:
         """Nothing was a record so far, and all would be dropped: the source keeps it, for the map may be wrong."""
         return self._dead is None and self._learner.position < 0
 
-    async def _bury(self, sifted: Sifted) -> None:
-        """What is no record.
-
-        Raises:
-            DataError: nothing was one so far, and all would be dropped.
-        """
-        refused = self._tally.refused
-        refused.update(reason for _, reason in sifted.refused)
-        if self._dead is not None:
-            new = [each for each in sifted.refused if not self._was_written(each[0])]
-            if new:
-                await self._dead.write(self._learner.run_id, self._learner.source, new)
-        elif self._hopeless and sifted.fitting is None and refused.total() >= HOPELESS:
-            ((reason, _),) = refused.most_common(1)
-            raise DataError(
-                f"none of the first {refused.total()} messages of {self._learner.source} is a record of this run, mostly because "
-                f"of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
-            )
-
-    def _was_written(self, message: Message) -> bool:
-        """By a feeder before this one."""
-        if not self._written or self._written[letter := letter_of(message)] <= 0:
-            return False
-        self._written[letter] -= 1
-        self._tally.written += 1
-        return True
+    async def _bury(self, refused: Sequence[tuple[Message, str]]) -> None:
+        """What is no record, counted, and written down where there is a file."""
+        reasons = [reason for _, reason in refused]
+        self._reasons.update(reasons)
+        self._account.refused.update(reasons)
+        if self._dead is not None and refused:
+            run_id, source = self._learner.run_id, self._learner.source
+            written = await self._dead.write(run_id, source, refused)
+            self._account.written += written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,6 +52,11 @@ Misfit = Callable[[Sequence[str]], str]
 """Why names of columns are not those of a run's records; empty: they are."""
 
 
+def anything(names: Sequence[str]) -> str:
+    """Columns may be any."""
+    return ""
+
+
 class Part(Protocol):
     """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
 
@@ -81,11 +86,13 @@ class Part(Protocol):
 
 @runtime_checkable
 class Tabular(Protocol):
-    """A part whose messages all have the same fields, its columns: they are known before the first message."""
+    """A part whose messages all have the same fields, its columns: they are known before the first message.
 
-    def held(self, misfit: Misfit) -> Self:
-        """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
-        ...
+    Attributes:
+        misfit: says why columns are not those of records; `read` raises that as a `DataError`.
+    """
+
+    misfit: Misfit
 
 
 class Unfit(Exception):
@@ -293,13 +300,13 @@ class Sifted:
 
     Attributes:
         fitting: records that can be learned, and the positions of those; None: there is none.
-        refused: messages that cannot, each with a reason that quotes nothing of it.
+        refused: messages that cannot, by their place among all, each with a reason that quotes nothing of it.
         again: how many came a second time, and are passed over.
         last: the highest position so far.
     """
 
     fitting: tuple[Encoded, list[int]] | None
-    refused: Sequence[tuple[Message, str]]
+    refused: Mapping[int, str]
     again: int
     last: int
 
@@ -323,30 +330,27 @@ class Sieve:
             messages: in their order.
             after: the highest position so far; a message at or below it came before.
         """
-        readable, found, refused, again = list[Message](), list[Mapping[str, Any]](), list[tuple[Message, str]](), 0
-        for message in messages:
+        records, refused, again = dict[int, Mapping[str, Any]](), dict[int, str](), 0
+        for place, message in enumerate(messages):
             if isinstance(message, Unreadable):
-                refused.append((message, message.reason))
+                refused[place] = message.reason
             elif message.position <= after:
                 again += 1
             else:
                 try:
-                    found.append(self.fields.record(message.body))
-                    readable.append(message)
+                    records[place] = self.fields.record(message.body)
                 except Unfit as why:
-                    refused.append((message, str(why)))
+                    refused[place] = str(why)
             after = max(after, message.position)
         fitting = None
-        if found:
-            encoded, reasons = self.encode(found)
-            refused += [(readable[row], why) for row, why in reasons.items()]
+        if records:
+            encoded, reasons = self._encode(list(records.values()))
+            refused |= {place: reasons[row] for row, place in enumerate(records) if row in reasons}
             if len(encoded.labels):
-                fits = [message.position for row, message in enumerate(readable) if row not in reasons]
-                fitting = (encoded, fits)
-        refused.sort(key=lambda each: each[0].position)
-        return Sifted(fitting, refused, again, after)
+                fitting = (encoded, [messages[place].position for place in records if place not in refused])
+        return Sifted(fitting, dict(sorted(refused.items())), again, after)
 
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> tuple[Encoded, Mapping[int, str]]:
+    def _encode(self, records: Sequence[Mapping[str, Any]]) -> tuple[Encoded, Mapping[int, str]]:
         """Records by their fields, as they are learned, and why some are not, by their place among all."""
         if self.records.encoder is not None:
             encoded = self.records.encode(records)
