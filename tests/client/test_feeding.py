@@ -24,10 +24,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import file_parts
-from sottovoce_client.feeding.progress import Account, _summary, conduct, facts_of, picture
-from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_over
+from sottovoce_client.feeding.progress import Account, _facts_of, _picture, _summary, conduct
+from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, _dead_letters, feed, until_over
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
@@ -190,7 +189,7 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
             await fed(up, *file_parts(paths))
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=Terms(maps=["weight=w"]))
-        with dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
+        with _dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
             await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "dead"))
         (tmp_path / "mine").write_text("precious\n")
         with pytest.raises(DataError, match="has a line 1 that no feeder wrote"):
@@ -199,11 +198,11 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
 
 
 async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
-    with dead_letters(tmp_path / "dead") as dead:
+    with _dead_letters(tmp_path / "dead") as dead:
         assert await dead.write("run", "a", [(Message(b"1", 3), "why"), (Message(b"2", 3), "why")]) == 0
     with (tmp_path / "dead").open("a") as file:
         file.write('{"run": "ru' + "n" * 100_000)
-    with dead_letters(tmp_path / "dead") as dead:
+    with _dead_letters(tmp_path / "dead") as dead:
         for run, source, written in (("run", "b", 0), ("other", "a", 0), ("run", "a", 2), ("run", "a", 0)):
             assert await dead.write(run, source, [(Message(b"2", 3), "why"), (Message(b"1", 3), "why")]) == written
     assert len(letters(tmp_path / "dead")) == 2 + 6
@@ -326,7 +325,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
 
     def seen() -> str:
         with console.capture() as shown:
-            console.print(picture(account, 310.4))
+            console.print(_picture(account, 310.4))
         return shown.get()
 
     assert "waiting for the learner" in seen()
@@ -335,7 +334,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
     assert "12 messages refused and DROPPED:\n  12  age: beyond its bounds\n" in seen()
     account.kept, account.status = "written to d", LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0)
     assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
-    assert facts_of(account)["dropped"] == 0
+    assert _facts_of(account)["dropped"] == 0
 
 
 @pytest.mark.slow
@@ -481,5 +480,5 @@ def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
     assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited}."
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(picture(account, 0.0))
+        console.print(_picture(account, 0.0))
     assert shown.get() == f"waiting for {account.awaited}\n"

@@ -16,7 +16,7 @@ from sottovoce_client.feeding import endpoint as http
 from sottovoce_client.feeding.broker import HTTP, Access
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms
-from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities
 from tests.services.network import Network, network
@@ -236,7 +236,7 @@ def test_a_token_is_long_enough_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(SpecError, match="must have 16 characters at least"):
         served("http://127.0.0.1", token_file=tmp_path / "token")
-    with pytest.raises(SpecError, match="cannot read the token"):
+    with pytest.raises(NotReady, match="no token in"):
         served("http://127.0.0.1", token_file=tmp_path / "none")
 
 

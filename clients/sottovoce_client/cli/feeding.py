@@ -46,16 +46,11 @@ def _patience(help_: str) -> Any:
     return real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help=help_)
 
 
-def _feeds() -> list[Feed]:
-    """All kinds of sources that URLs name."""
-    from sottovoce_client.feeding.broker import HTTP, feeds
-
-    return [HTTP, *feeds()]
-
-
 def _feed_of(scheme: str, what: str) -> Feed:
     """The feed whose URLs begin with a scheme."""
-    known = {each: feed for feed in _feeds() for each in feed.schemes}
+    from sottovoce_client.feeding.broker import feeds
+
+    known = {each: feed for feed in feeds() for each in feed.schemes}
     if scheme.lower() not in known:
         raise SpecError(f"{what} must be one of {', '.join(known)}, got {scheme!r}")
     return known[scheme.lower()]

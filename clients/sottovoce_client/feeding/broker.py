@@ -308,12 +308,12 @@ HTTP = Feed(
 
 
 def feeds() -> list[Feed]:
-    """The feeds that installed packages offer, this one and others, by name.
+    """HTTP, and the feeds that installed packages offer, this one and others, by name.
 
     Raises:
         SpecError: an entry point cannot be imported, or is no feed.
     """
-    found = list[Feed]()
+    found = [HTTP]
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
         feed = load(point.value, f"the entry point {point.name} of {ENTRY_POINTS}")
         if not isinstance(feed, Feed):
@@ -322,8 +322,8 @@ def feeds() -> list[Feed]:
     return found
 
 
-def secret_in(path: Path) -> str:
-    """A password from a file, without the end of its line.
+def secret_in(path: Path, what: str = "password") -> str:
+    """A password or token from a file, without the end of its line.
 
     Raises:
         NotReady: there is none.
@@ -332,9 +332,9 @@ def secret_in(path: Path) -> str:
         with path.open("rb") as file:
             text = file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotReady(f"no password in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise NotReady(f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     if not text:
-        raise NotReady(f"no password in {path}: it is empty")
+        raise NotReady(f"no {what} in {path}: it is empty")
     return text
 
 
@@ -427,6 +427,17 @@ class BrokerPart(ABC):
         if self._due is not None:
             with suppress(NotReady, DataError):
                 await self.keep(self._due)
+
+    def _from(self, oldest: int, newest: int, committed: int | None) -> int:
+        """The position to read behind where the learner has none, as `FROM` says.
+
+        Args:
+            oldest: before the oldest message.
+            newest: of the newest one.
+            committed: where the feeder before this one ended; None: there was none.
+        """
+        ends = {"committed": oldest if committed is None else committed, "start": oldest, "new": newest}
+        return ends[self._link.at.settings[FROM.name]]
 
     @abstractmethod
     async def _begin(self, after: int) -> int:

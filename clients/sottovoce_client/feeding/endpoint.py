@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sottovoce_client.feeding.broker import Source
+from sottovoce_client.feeding.broker import Source, secret_in
 from sottovoce_client.feeding.progress import Account, Work
 from sottovoce_client.feeding.pump import WAITING, Target, Terms, unless, until_over
 from sottovoce_client.feeding.records import Numbered, Sieve, Unfit, json_of
@@ -76,7 +76,7 @@ class _Endpoint:
         token: that every request must have; empty: this machine's user alone is answered.
     """
 
-    def __init__(self, target: Target, terms: Terms, account: Account, at: Source, token: bytes) -> None:
+    def __init__(self, target: Target, terms: Terms, account: Account, at: Source, token: str) -> None:
         self._target, self._terms, self._account, self._at, self._token = target, terms, account, at, token
         self._sinks = dict[str, _Sink]()
         """By source; the last one in order was used last."""
@@ -139,7 +139,7 @@ class _Endpoint:
         """
         if self._token:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
                 raise _Answer(401, "a bearer token is needed")
         elif is_loopback(self._at.addresses[0]) and request.client is not None:
             host, port = request.client
@@ -355,19 +355,6 @@ def _unfed(error: SottovoceError) -> Response:
     return _Answer(500, "the feeder cannot feed: see its log").response
 
 
-def _token(path: Path) -> bytes:
-    """What stands in a file, without blanks around it."""
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise SpecError(f"cannot read the token in {path}: {error.strerror}") from None
-    if len(token) < _LEAST_TOKEN:
-        raise SpecError(
-            f"the token in {path} must have {_LEAST_TOKEN} characters at least: openssl rand -hex 32 > {path}"
-        )
-    return token
-
-
 class _Server(uvicorn.Server):
     """A server that leaves signals to whoever runs it."""
 
@@ -438,7 +425,8 @@ def serve(
         insecure: listen on other addresses than this machine's own without a token and TLS, too.
 
     Raises:
-        SpecError: the options do not fit one another, or the token is none.
+        SpecError: the options do not fit one another, or the token is too short.
+        NotReady: there is no token.
     """
     (listen,), tls = at.addresses, at.access.certificate is not None
     if tls != (at.scheme == "https"):
@@ -448,7 +436,11 @@ def serve(
             f"listening on {listen}, which other machines reach, needs --token-file, --tls-cert and --tls-key; or "
             "--insecure, and then anybody may bring records"
         )
-    token = b"" if token_file is None else _token(token_file)
+    token = "" if token_file is None else secret_in(token_file, "token").strip()
+    if token_file is not None and len(token) < _LEAST_TOKEN:
+        raise SpecError(
+            f"the token in {token_file} must have {_LEAST_TOKEN} characters at least: openssl rand -hex 32 > {token_file}"
+        )
 
     async def work(account: Account, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines
-from sottovoce_client.feeding.records import Message, Misfit, Numbered, Part, Unreadable, anything
+from sottovoce_client.feeding.records import Message, Misfit, Numbered, Part, anything
 from sottovoce_core.data.cells import normal
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_extra
@@ -45,7 +45,7 @@ def _position_of(place: int, check: int) -> int:
     return place << _CHECK_BITS | (check & (1 << _CHECK_BITS) - 1)
 
 
-def place_of(position: int) -> int:
+def _place_of(position: int) -> int:
     """Where a position is."""
     return position >> _CHECK_BITS
 
@@ -161,7 +161,7 @@ class _FileLines(_Lines):
         self._header = await self.begin(misfit)
         if after < 0:
             return
-        place, used = place_of(after), self._at
+        place, used = _place_of(after), self._at
         if used <= place < os.fstat(self._file.fileno()).st_size:
             begin = max(used, place - _CONTEXT)
             self._file.seek(begin)
@@ -181,8 +181,7 @@ class _FileLines(_Lines):
         )
 
     def _message(self, cut: Cut, stretch: bytes) -> Message:
-        position = self._position(cut, stretch)
-        return Unreadable(cut.body, position, cut.reason) if cut.reason else Message(cut.body, position)
+        return Message(cut.body, self._position(cut, stretch), cut.reason)
 
     def _position(self, cut: Cut, stretch: bytes) -> int:
         begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
@@ -303,7 +302,7 @@ class _RowsOfFile(_File):
         with file:
             if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
                 raise DataError(f"{self.path} {why}")
-            row = -1 if after < 0 else place_of(after)
+            row = -1 if after < 0 else _place_of(after)
             if after >= 0 and (_position_of(row, check) != after or row >= file.metadata.num_rows):
                 raise DataError(
                     f"{self.path} is not the file whose records were fed up to row {row}. Put the old one back, or feed this "
@@ -360,7 +359,7 @@ class _InputLines(_Lines):
 
 
 @dataclass(slots=True)
-class StandardInput:
+class _StandardInput:
     """Lines that come once, and cannot be read again.
 
     Attributes:
@@ -438,7 +437,7 @@ def file_parts(
     return [_LinesOfFile(path, form, follow) for path in paths]
 
 
-def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> StandardInput:
+def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> _StandardInput:
     """Standard input, as CSV or JSON lines.
 
     Raises:
@@ -446,4 +445,4 @@ def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "
     """
     if kind not in ("csv", "jsonl"):
         raise SpecError(f"--format of standard input must be csv or jsonl, got {kind}: write it to a file first")
-    return StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)
+    return _StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)

@@ -21,7 +21,6 @@ from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Sou
 from sottovoce_client.feeding.records import Message, Numbered
 from sottovoce_core.errors import DataError, NotReady
 
-EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
 _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
@@ -29,7 +28,7 @@ _TAKEN_OVER = 0x8E
 _CLOSED = "the connection was closed"
 
 
-def drive(connection: Any) -> None:
+def _drive(connection: Any) -> None:
     """Have this event loop do what a client of the library's, which has connected, would do in a thread of its own.
 
     That thread waits with `select`, which knows no descriptor above 1,023: in a process with more it would do nothing.
@@ -68,7 +67,7 @@ class _Link(Link):
         ((self._host, self._port),), self._tls = at.servers, at.tls()
         self._topics, self._client, self._access = list(at.names), at.settings["client"], at.access
         state = None if at.position else at.settings["state"] or _usual_place(self._client)
-        self.noted = Unacknowledged(state, self._client)
+        self.noted = _Unacknowledged(state, self._client)
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()
         self.dropped = 0
         self._connection: Any = None
@@ -115,7 +114,7 @@ class _Link(Link):
         if connection.socket() is None:  # closed before it had said who it is
             raise ConnectionError(_CLOSED)
         self._connection = connection
-        drive(connection)
+        _drive(connection)
         async with asyncio.timeout(_CALL_S):
             present, reason = await connected
             self.require(reason)
@@ -264,7 +263,7 @@ class _Session(BrokerPart):
                 if each.mid not in self._open:
                     self._link.acknowledge(each.mid)
                 continue
-            message = self._numbered.message(each.payload, "" if each.payload else EMPTY)
+            message = self._numbered.message(each.payload)
             if each.qos:
                 self._open[each.mid] = message.position
                 self._noted.note(each.mid, digest, message.position)
@@ -288,7 +287,7 @@ _TABLES = (
 """One session, with the position up to which the learner has its messages; the last message under each packet identifier."""
 
 
-class Unacknowledged:
+class _Unacknowledged:
     """Messages by their packet identifiers. `begin` comes first.
 
     Args:
@@ -334,7 +333,9 @@ class Unacknowledged:
             for each in ("PRAGMA locking_mode = EXCLUSIVE", "PRAGMA journal_mode = WAL", *_TABLES):
                 made.execute(each)
             key = secrets.token_hex(16)
-            made.execute("INSERT INTO session SELECT ?, ?, -1 WHERE NOT EXISTS (SELECT 1 FROM session)", (self._client, key))
+            made.execute(
+                "INSERT INTO session SELECT ?, ?, -1 WHERE NOT EXISTS (SELECT 1 FROM session)", (self._client, key)
+            )
             made.commit()
             client, key = made.execute("SELECT client, key FROM session").fetchone()
             if client != self._client:

@@ -82,14 +82,14 @@ async def _show(account: Account, console: Console) -> None:
         while True:
             await asyncio.sleep(_LOG_S)
             say = log.warning if account.dropped else log.info
-            say("feeding", records_per_second=round(speed(), 1), **facts_of(account))
+            say("feeding", records_per_second=round(speed(), 1), **_facts_of(account))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            live.update(picture(account, speed()), refresh=True)
+            live.update(_picture(account, speed()), refresh=True)
             await asyncio.sleep(_LIVE_S)
 
 
-def facts_of(account: Account) -> dict[str, object]:
+def _facts_of(account: Account) -> dict[str, object]:
     """For a log."""
     facts: dict[str, object] = {
         "run": account.run_id,
@@ -105,7 +105,7 @@ def facts_of(account: Account) -> dict[str, object]:
     return facts
 
 
-def picture(account: Account, speed: float) -> RenderableType:
+def _picture(account: Account, speed: float) -> RenderableType:
     """For a terminal: two lines, and one for each reason."""
     if not account.run_id:
         return Text(f"waiting for {account.awaited}", style="cyan")
@@ -221,7 +221,7 @@ async def _conducted(work: Work) -> int:
         for line in _summary(account, time.monotonic() - begun, failed=failed):
             console.print(line, soft_wrap=True)
         if not failed:
-            terminal.tell(lambda: facts_of(account))
+            terminal.tell(lambda: _facts_of(account))
         if not console.is_terminal and account.run_id:
-            log.info("fed", **facts_of(account))
+            log.info("fed", **_facts_of(account))
     return 1 if account.dropped else 0
