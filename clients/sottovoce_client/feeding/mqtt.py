@@ -98,7 +98,8 @@ class _Link(Link):
             else:
                 arrived.put_nowait(message)
 
-        connection = self._made()
+        connection, session = self._made(), self._properties(self._packets.CONNECT)
+        session.SessionExpiryInterval, session.ReceiveMaximum = self.at.settings["session"], _RECEIVE
         connection.on_connect = lambda _c, _u, flags, reason, _p: tell(connected, (flags.session_present, reason))
         connection.on_subscribe = lambda _c, _u, _m, reasons, _p: tell(self._answered, reasons)
         connection.on_disconnect = lambda _c, _u, _f, reason, _p: lost(reason)
@@ -109,7 +110,7 @@ class _Link(Link):
             self._port,
             keepalive=_KEEPALIVE_S,
             clean_start=False,
-            properties=self._of_session(),
+            properties=session,
         )
         if connection.socket() is None:  # closed before it had said who it is
             raise ConnectionError(_CLOSED)
@@ -145,11 +146,6 @@ class _Link(Link):
         if self._tls is not None:
             made.tls_set_context(self._tls)
         return made
-
-    def _of_session(self) -> Any:
-        found = self._properties(self._packets.CONNECT)
-        found.SessionExpiryInterval, found.ReceiveMaximum = self.at.settings["session"], _RECEIVE
-        return found
 
     def require(self, reason: Any) -> None:
         """That the broker has not refused.
@@ -330,7 +326,9 @@ class _Unacknowledged:
             self._path.touch(0o600)
         made = sqlite3.connect(self._path or ":memory:", timeout=0, check_same_thread=False)
         try:
-            for each in ("PRAGMA locking_mode = EXCLUSIVE", "PRAGMA journal_mode = WAL", *_TABLES):
+            for each in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+                made.execute(f"PRAGMA {each}")
+            for each in _TABLES:
                 made.execute(each)
             key = secrets.token_hex(16)
             made.execute(
