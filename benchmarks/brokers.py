@@ -96,7 +96,7 @@ async def into_learners(address: str, names: Sequence[str], services: LocalServi
             await feed(parts, Target(services.learners[name]), Terms(), accounts[k], stop)
 
     feeding = [asyncio.ensure_future(one(k, name)) for k, name in enumerate(names)]
-    while sum(tally.fed for each in accounts for tally in each.tallies) < messages:  # noqa: ASYNC110 - tallies are no events
+    while sum(each.fed for each in accounts) < messages:  # noqa: ASYNC110 - counts are no events
         await asyncio.sleep(0.01)
     stop.set()
     await asyncio.gather(*feeding)

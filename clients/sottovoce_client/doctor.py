@@ -24,7 +24,6 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.feeding.broker import feeds
-from sottovoce_client.feeding.sinks import HTTP
 from sottovoce_client.wording import count
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_core.text import plain
@@ -53,7 +52,6 @@ _LEAST_FREE = 1024**3
 _EXTRAS = {
     "audit": ("pyarrow", "jinja2", "matplotlib", "pooch", "scipy"),
     "fast": ("uvloop",),
-    "feed": HTTP.modules,
     "accounting": ("dp_accounting",),
     "metrics": ("prometheus_client",),
     "query": ("duckdb",),

@@ -24,10 +24,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client import terminal
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import file_parts
-from sottovoce_client.feeding.progress import Account, Tally, _summary, conduct, facts_of, picture
-from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_over
+from sottovoce_client.feeding.progress import Account, _facts_of, _picture, _summary, conduct
+from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, _dead_letters, feed, until_over
 from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
@@ -118,7 +117,7 @@ async def test_records_are_fed_once_and_the_rest_is_written_down_once(tmp_path: 
         assert account.refused == {"age: beyond its bounds": 1, "not UTF-8": 1, "age: not a finite number": 1}
         assert first.kept == sorted(first.kept) and first.kept[-1] == 9
         account = await fed(up, again, terms=terms)
-        assert (again.after, account.fed, account.again, account.tallies[0].written) == (7, 1, 4, 1)
+        assert (again.after, account.fed, account.again, account.written) == (7, 1, 4, 1)
         await learned(learner, 3)
     assert letters(dead) == [
         ("told", 4, "age: beyond its bounds", {**RECORD, "age": SECRET}),
@@ -190,7 +189,7 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
             await fed(up, *file_parts(paths))
         with pytest.raises(SpecError, match="--map names a field"):
             await fed(up, Told(), terms=Terms(maps=["weight=w"]))
-        with dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
+        with _dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
             await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "dead"))
         (tmp_path / "mine").write_text("precious\n")
         with pytest.raises(DataError, match="has a line 1 that no feeder wrote"):
@@ -199,14 +198,14 @@ async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
 
 
 async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
-    with dead_letters(tmp_path / "dead") as dead:
-        await dead.write("run", "a", [(Message(b"1", 3), "why"), (Message(b"2", 3), "why")])
+    with _dead_letters(tmp_path / "dead") as dead:
+        assert await dead.write("run", "a", [(Message(b"1", 3), "why"), (Message(b"2", 3), "why")]) == 0
     with (tmp_path / "dead").open("a") as file:
         file.write('{"run": "ru' + "n" * 100_000)
-    with dead_letters(tmp_path / "dead") as dead:
-        assert sorted(place for place, _ in (await dead.written("run", "a")).elements()) == [3, 3]
-        assert not await dead.written("run", "b") and not await dead.written("other", "a")
-    assert len(letters(tmp_path / "dead")) == 2
+    with _dead_letters(tmp_path / "dead") as dead:
+        for run, source, written in (("run", "b", 0), ("other", "a", 0), ("run", "a", 2), ("run", "a", 0)):
+            assert await dead.write(run, source, [(Message(b"2", 3), "why"), (Message(b"1", 3), "why")]) == written
+    assert len(letters(tmp_path / "dead")) == 2 + 6
 
 
 async def test_what_waits_at_the_learner_is_said_in_the_end(tmp_path: Path) -> None:
@@ -248,7 +247,7 @@ async def test_many_files_and_a_map(tmp_path: Path) -> None:
         terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
         parts = file_parts([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
         account = await fed(up, *parts, terms=terms, source="ward")
-        assert {each.source: each.fed for each in account.tallies} == {"ward/a.jsonl": 30, "ward/b.jsonl": 30}
+        assert (account.fed, account.sources) == (60, {"ward/a.jsonl", "ward/b.jsonl"})
         assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
         await learned(learner, 60)
 
@@ -298,7 +297,8 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_was_fed_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     async def work(account: Account, stop: asyncio.Event) -> None:
-        account.run_id, account.tallies = "run-1", [Tally("a", 3, 1, 0, Counter({"age: beyond its bounds": 2}))]
+        account.run_id, account.fed, account.again = "run-1", 3, 1
+        account.refused["age: beyond its bounds"] = 2
         account.kept = "written to d"
 
     try:
@@ -320,12 +320,12 @@ def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
-    account = Account([Tally("a", 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))])
+    account = Account({"a"}, 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))
     console = Console(width=80, force_terminal=False)
 
     def seen() -> str:
         with console.capture() as shown:
-            console.print(picture(account, 310.4))
+            console.print(_picture(account, 310.4))
         return shown.get()
 
     assert "waiting for the learner" in seen()
@@ -334,7 +334,7 @@ def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
     assert "12 messages refused and DROPPED:\n  12  age: beyond its bounds\n" in seen()
     account.kept, account.status = "written to d", LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0)
     assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
-    assert facts_of(account)["dropped"] == 0
+    assert _facts_of(account)["dropped"] == 0
 
 
 @pytest.mark.slow
@@ -480,5 +480,5 @@ def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
     assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited}."
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(picture(account, 0.0))
+        console.print(_picture(account, 0.0))
     assert shown.get() == f"waiting for {account.awaited}\n"

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from sottovoce_client.feeding.dead_letters import dead_letters
-from sottovoce_client.feeding.files import file_parts
-from sottovoce_client.feeding.forms import Csv, StandardInput
+from sottovoce_client.feeding.files import _StandardInput, file_parts
+from sottovoce_client.feeding.forms import Csv
 from sottovoce_client.feeding.progress import Account
-from sottovoce_client.feeding.pump import Target, Terms, feed
+from sottovoce_client.feeding.pump import Target, Terms, _dead_letters, feed
 from sottovoce_client.feeding.records import Fields, Tabular
 from sottovoce_core.errors import DataError, NotReady
 from tests.client.test_feeding import SECRET, ann
@@ -28,7 +27,7 @@ LACKING = "must have a column for every field of the schema, and has none for 'a
 
 
 def fields(*maps: str, **more: Any) -> Fields:
-    return Fields.of(spec_of({"schema": SCHEMA}).data.schema, maps, **more)
+    return Fields(spec_of({"schema": SCHEMA}).data.schema, maps, **more)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_columns_are_those_of_the_schema(
 
 
 def test_without_a_schema_a_table_has_two_columns() -> None:
-    own = Fields.of(None)
+    own = Fields(None)
     assert not own.misfit(["features", "label"]) and "this run has no schema" in own.misfit(FIELDS)
 
 
@@ -75,14 +74,14 @@ def test_without_a_schema_a_table_has_two_columns() -> None:
 )
 def test_a_delimiter_that_fits_is_named(delimiter: str, header: bytes, advice: str) -> None:
     with pytest.raises(DataError, match=advice):
-        Csv(delimiter).anew(fields().misfit).header(header + b"\n", whole=False)
+        Csv(delimiter).header(header + b"\n", fields().misfit, whole=False)
 
 
 def parts_of(kind: str, folder: Path, header: str, row: str, open_files: ExitStack) -> Any:
     text = f"{header}\n{row}\n".encode()
     if kind == "stdin":
         (folder / "in").write_bytes(text)
-        return [StandardInput("stdin", Csv(), file=open_files.enter_context((folder / "in").open("rb")))]
+        return [_StandardInput("stdin", Csv(), file=open_files.enter_context((folder / "in").open("rb")))]
     if kind == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         csv = pytest.importorskip("pyarrow.csv")
@@ -135,7 +134,7 @@ async def test_a_file_without_a_header_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere/dead.jsonl", "."])
 async def test_dead_letters_that_cannot_be_written_are_refused_in_words(place: str, tmp_path: Path) -> None:
     words = r"dead letters cannot be written to .*: (there is no folder .*nowhere|Is a directory)$"
-    with pytest.raises(NotReady, match=words), dead_letters(tmp_path / place):
+    with pytest.raises(NotReady, match=words), _dead_letters(tmp_path / place):
         pass
 
 
@@ -145,8 +144,10 @@ def test_lines_of_json_have_no_columns(tmp_path: Path) -> None:
     (part,) = file_parts([path])
     assert isinstance(part, Tabular)
 
+    part.misfit = fields().misfit
+
     async def first() -> Any:
-        async for messages in part.held(fields().misfit).read(-1):
+        async for messages in part.read(-1):
             return messages
 
     assert asyncio.run(first())[0].body == b'{"years": 1}'

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_client.feeding.files import file_parts, place_of
-from sottovoce_client.feeding.forms import JsonLines, StandardInput
-from sottovoce_client.feeding.records import Message, Part, Unreadable
+from sottovoce_client.feeding.files import _place_of, _StandardInput, file_parts
+from sottovoce_client.feeding.forms import JsonLines
+from sottovoce_client.feeding.records import Message, Part
 from sottovoce_core.data.columns import OTHER_WIDTH
 from sottovoce_core.errors import DataError, SpecError
 
@@ -38,10 +38,10 @@ async def test_reading_goes_on_behind_any_record(tmp_path: Path) -> None:
     found = await read(part)
     assert part.name == "a.csv"
     assert [each.body for each in found] == [{"a": "1", "b": "x"}, {"a": "2", "b": "y\nz"}, b"3", {"a": "4", "b": "w"}]
-    assert [place_of(each.position) for each in found] == [4, 8, 16, 19]
-    assert isinstance(found[2], Unreadable) and found[2].reason == OTHER_WIDTH
+    assert [_place_of(each.position) for each in found] == [4, 8, 16, 19]
+    assert found[2].reason == OTHER_WIDTH
     for number, each in enumerate(found):
-        if not isinstance(each, Unreadable):
+        if not each.reason:
             assert await read(part, each.position) == found[number + 1 :]
     wrote(tmp_path / "a.csv", CSV + b"\n5,v\n")  # what was taken without its line's end has one now
     assert [each.body for each in await read(part, found[-1].position)] == [{"a": "5", "b": "v"}]
@@ -172,20 +172,20 @@ async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     (part,) = file_parts([path])
     found = await read(part)
     assert [each.body for each in found] == [{"n": n, "in": {"a": n}} for n in range(2_500)]
-    assert [place_of(each.position) for each in found] == list(range(2_500))
+    assert [_place_of(each.position) for each in found] == list(range(2_500))
     for row in (0, 999, 1_000, 1_700, 2_498, 2_499):
         assert await read(part, found[row].position) == found[row + 1 :]
     pq.write_table(pa.table({"n": range(1, 2_501)}), path)
     with pytest.raises(DataError, match="is not the file whose records were fed up to row 1700"):
         await read(part, found[1_700].position)
-    with pytest.raises(DataError, match=r"cannot read .* as Parquet"):
+    with pytest.raises(DataError, match=r"must be a Parquet file, and cannot be read as one"):
         await read(file_parts([wrote(path, b"\0" * 100 + b"PAR1")], "parquet")[0])
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\0" * 100, b"age,label\n71,1\n64,0\n"])
 async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, content: bytes) -> None:
     path = wrote(tmp_path / "a.parquet", content)
-    with pytest.raises(DataError, match="must be a Parquet file, which ends in PAR1, got one that does not") as said:
+    with pytest.raises(DataError, match="must be a Parquet file, and cannot be read as one") as said:
         await read(file_parts([path])[0])
     assert str(path) in str(said.value) and "--format csv or jsonl takes the others" in str(said.value)
     assert "71" not in str(said.value).replace(str(path), "")
@@ -201,19 +201,19 @@ async def test_standard_input_is_a_pipe_or_a_file(tmp_path: Path) -> None:
     lines = b'{"seq": 5}\n{"seq": 7}\n{"seq": 7}\n{"seq": 8}'
     outlet, inlet = os.pipe()
     with os.fdopen(outlet, "rb") as pipe:
-        part = StandardInput("s", JsonLines(), "seq", pipe)
+        part = _StandardInput("s", JsonLines(), "seq", pipe)
         reading = asyncio.ensure_future(read(part, 5))
         os.write(inlet, lines)
         os.close(inlet)
         found = await reading
-    assert [(each.position, isinstance(each, Unreadable)) for each in found] == [
+    assert [(each.position, bool(each.reason)) for each in found] == [
         (5, False),
         (7, False),
         (7, True),
         (8, False),
     ]
     with wrote(tmp_path / "lines", lines).open("rb") as file:
-        assert await read(StandardInput("s", JsonLines(), "seq", file), 5) == found
+        assert await read(_StandardInput("s", JsonLines(), "seq", file), 5) == found
         file.seek(0)
-        counted = await read(StandardInput("s", JsonLines(), "", file), 40)
+        counted = await read(_StandardInput("s", JsonLines(), "", file), 40)
     assert [each.position for each in counted] == [41, 42, 43, 44]

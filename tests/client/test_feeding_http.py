@@ -12,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sottovoce_client.feeding import sinks
-from sottovoce_client.feeding.endpoint import Endpoint, Listening, serve, serving
+from sottovoce_client.feeding import endpoint as http
+from sottovoce_client.feeding.broker import HTTP, Access
 from sottovoce_client.feeding.progress import Account
 from sottovoce_client.feeding.pump import Target, Terms
-from sottovoce_client.feeding.sinks import Sinks
-from sottovoce_core.errors import SpecError, Unavailable
+from sottovoce_core.errors import NotReady, SpecError, Unavailable
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.identities import Identities
 from tests.services.network import Network, network
@@ -31,18 +30,24 @@ async def endpoint(
     up: Network,
     terms: Terms | None = None,
     patience_s: float = 20.0,
-    when_full: Any = "wait",
-    most: int = 8_192,
+    url: str = "http://127.0.0.1:0",
+    access: Access | None = None,
     **more: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Account]]:
     """An endpoint, and a client of it."""
-    account, target = Account(), Target(up.addresses["ann"], "http", patience_s=patience_s)
-    async with (
-        Sinks(target, terms or Terms(), account, when_full, most) as to,
-        serving(Endpoint(to, Listening("127.0.0.1:0", **more))) as (address, _),
-        httpx.AsyncClient(base_url=address.removesuffix("/records"), timeout=100.0) as client,
-    ):
-        yield client, account
+    account, stop, told = Account(), asyncio.Event(), asyncio.get_running_loop().create_future()
+    target = Target(up.addresses["ann"], "http", patience_s=patience_s)
+    work = http.serve(HTTP.source(url, access=access or Access()), target, terms or Terms(), told.set_result, **more)
+    serving = asyncio.ensure_future(work(account, stop))
+    await asyncio.wait([serving, told], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if told.done():
+            address = told.result().removesuffix("/records")
+            async with httpx.AsyncClient(base_url=address, timeout=100.0) as client:
+                yield client, account
+    finally:
+        stop.set()
+        await serving
 
 
 async def post(client: httpx.AsyncClient, records: Any, **query: Any) -> tuple[int, Any]:
@@ -65,7 +70,7 @@ async def test_records_are_answered_when_they_are_in_keeping(tmp_path: Path) -> 
         async with endpoint(up) as (client, _):  # it goes on where the one before it ended
             assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [4, 4]})
         await learned(learner, 9)
-        assert {each.source: (each.fed, each.again) for each in account.tallies} == {"http": (4, 0), "ward": (4, 3)}
+        assert (account.fed, account.again, account.sources) == (8, 3, {"http", "ward"})
 
 
 async def test_what_does_not_fit_is_refused_whole_by_number_and_reason(tmp_path: Path) -> None:
@@ -112,7 +117,10 @@ async def test_a_field_says_the_positions(tmp_path: Path) -> None:
 
 
 async def test_a_request_is_bounded(tmp_path: Path) -> None:
-    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up, most_bytes=500) as (client, _):
+    async with (
+        ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _),
+        endpoint(up, url="http://127.0.0.1:0?max-bytes=500") as (client, _),
+    ):
         assert (await post(client, [RECORD] * 100))[0] == 413
 
         async def parts() -> AsyncIterator[bytes]:
@@ -125,11 +133,15 @@ async def test_a_request_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("when_full", "code"), [("reject", 429), ("wait", 503)])
-async def test_while_too_many_wait_others_do_or_are_refused(tmp_path: Path, when_full: str, code: int) -> None:
+async def test_while_too_many_wait_others_do_or_are_refused(
+    tmp_path: Path, when_full: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The learner is held up, as by a full disk; then it goes on."""
+    monkeypatch.setattr(http, "WAITING", 3)
+    url = f"http://127.0.0.1:0?when-full={when_full}"
     async with (
         ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
-        endpoint(up, when_full=when_full, most=3, patience_s=0.5) as (client, account),
+        endpoint(up, url=url, patience_s=0.5) as (client, account),
     ):
         assert (await post(client, RECORD))[0] == 200
         session = up.learners["ann"]._session
@@ -153,9 +165,10 @@ async def test_while_too_many_wait_others_do_or_are_refused(tmp_path: Path, when
         assert (await learner.status()).records == 5
 
 
-async def test_many_clients_at_once(tmp_path: Path) -> None:
+async def test_many_clients_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "WAITING", 50)
     spec = spec_of({"schema": SCHEMA, "batch_size": 1_000})
-    async with ann_in(tmp_path, spec) as (up, learner), endpoint(up, most=50) as (client, _):
+    async with ann_in(tmp_path, spec) as (up, learner), endpoint(up) as (client, _):
         found = await asyncio.gather(*(post(client, [RECORD] * 7, source=f"s{n % 3}") for n in range(60)))
         assert {code for code, _ in found} == {200}
         for source in range(3):
@@ -165,12 +178,12 @@ async def test_many_clients_at_once(tmp_path: Path) -> None:
 
 
 async def test_sources_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "MOST_SOURCES", 2)
+    monkeypatch.setattr(http, "MOST_SOURCES", 2)
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, account):
         for turn in range(2):
             for source in ("a", "b", "c"):
                 assert (await post(client, RECORD, source=source))[1]["positions"] == [turn, turn]
-        assert sorted(each.source for each in account.tallies) == ["a", "b", "c", "http"]
+        assert account.sources == {"a", "b", "c", "http"}
 
 
 async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> None:
@@ -192,47 +205,51 @@ async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> 
 # ---- who may ---------------------------------------------------------------------------------------------------------
 
 
+def served(url: str, **more: Any) -> Any:
+    own = {name: more.pop(name) for name in ("certificate", "key") if name in more}
+    return http.serve(HTTP.source(url, access=Access(**own)), Target("127.0.0.1:1"), Terms(), print, **more)
+
+
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("scheme", "more", "text"),
     [
-        ({}, "needs --token-file, --tls-cert and --tls-key; or --insecure"),
-        ({"token_file": "token"}, "needs --token-file"),
-        ({"tls_cert": "c", "tls_key": "k"}, "needs --token-file"),
-        ({"tls_cert": "c"}, "TLS needs both"),
+        ("http", {}, "needs --token-file, --tls-cert and --tls-key; or --insecure"),
+        ("http", {"token_file": "token"}, "needs --token-file"),
+        ("https", {"certificate": "c", "key": "k"}, "needs --token-file"),
+        ("http", {"certificate": "c", "key": "k"}, "https:// needs --tls-cert and --tls-key, and http:// has neither"),
+        ("https", {"certificate": "c"}, "give both --tls-cert and --tls-key"),
+        ("https", {}, "https:// needs --tls-cert and --tls-key"),
     ],
 )
-def test_other_machines_are_not_listened_to_by_accident(tmp_path: Path, more: dict[str, str], text: str) -> None:
+def test_other_machines_are_not_listened_to_by_accident(
+    tmp_path: Path, scheme: str, more: dict[str, str], text: str
+) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
     paths: dict[str, Any] = {name: tmp_path / path for name, path in more.items()}
     for listen in ("0.0.0.0:1", "[::]:1", "ward.example:1"):
         with pytest.raises(SpecError, match=text):
-            Listening(listen, **paths)
-    assert Listening("0.0.0.0:1", insecure=True).token == b""
-    for wrong in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:99999"):
-        with pytest.raises(
-            SpecError, match=r"--listen must be HOST:PORT with a port from 0 to 65535|which other machines reach"
-        ):
-            _ = Listening(wrong).address
+            served(f"{scheme}://{listen}", **paths)
+    served("http://0.0.0.0:1", insecure=True)
 
 
 def test_a_token_is_long_enough_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(SpecError, match="must have 16 characters at least"):
-        Listening(token_file=tmp_path / "token")
-    with pytest.raises(SpecError, match="cannot read the token"):
-        Listening(token_file=tmp_path / "none")
+        served("http://127.0.0.1", token_file=tmp_path / "token")
+    with pytest.raises(NotReady, match="no token in"):
+        served("http://127.0.0.1", token_file=tmp_path / "none")
 
 
 async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
     ids, token = Identities(tmp_path / "ids", "localhost"), "0123456789abcdef"
     (tmp_path / "token").write_text(f"{token}\n")
     own = ids.at("learner/ann")
-    more: dict[str, Any] = {"token_file": tmp_path / "token", "tls_cert": own / "tls.crt", "tls_key": own / "tls.key"}
+    more: dict[str, Any] = {"token_file": tmp_path / "token", "url": "https://127.0.0.1:0"}
     trust = ssl.create_default_context(cafile=str(own / "ca.crt"))
     trust.check_hostname = False
     async with (
         ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
-        endpoint(up, **more) as (plain, _),
+        endpoint(up, access=Access(certificate=own / "tls.crt", key=own / "tls.key"), **more) as (plain, _),
         httpx.AsyncClient(base_url=plain.base_url, verify=trust, timeout=100.0) as client,
     ):
         assert str(client.base_url).startswith("https://")
@@ -244,24 +261,17 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
         assert (await learner.status()).records == 1
         (tmp_path / "no.key").write_text("")
         with pytest.raises(SpecError, match="the files for TLS cannot be used"):
-            async with endpoint(up, **{**more, "tls_key": tmp_path / "no.key"}):
+            async with endpoint(up, access=Access(certificate=own / "tls.crt", key=tmp_path / "no.key"), **more):
                 pass
 
 
 async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot reach"):
-        await serve(Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), Listening(), "wait", print)(
+        await http.serve(HTTP.source("http://127.0.0.1"), Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), print)(
             Account(), asyncio.Event()
         )
-    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _):
-        stop, told = asyncio.Event(), asyncio.get_running_loop().create_future()
-        work = serve(Target(up.addresses["ann"], "a"), Terms(), Listening("127.0.0.1:0"), "wait", told.set_result)
-        serving_it = asyncio.ensure_future(work(Account(), stop))
-        address = await told
-        async with httpx.AsyncClient() as client:
-            assert (await client.post(address, json=RECORD)).status_code == 200
-            busy = Listening(address.removeprefix("http://").removesuffix("/records"))
-            with pytest.raises(SpecError, match="cannot listen on"):
-                await serve(Target(up.addresses["ann"], "b"), Terms(), busy, "wait", print)(Account(), asyncio.Event())
-        stop.set()
-        await serving_it
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, _):
+        assert (await client.post("/records", json=RECORD)).status_code == 200
+        with pytest.raises(SpecError, match="cannot listen on"):
+            async with endpoint(up, url=str(client.base_url)):
+                pass

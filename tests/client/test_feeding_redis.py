@@ -12,8 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from sottovoce_client.feeding.broker import Access
-from sottovoce_client.feeding.records import Unreadable
-from sottovoce_client.feeding.redis import id_of, position_of
+from sottovoce_client.feeding.redis import _id_of, _position_of
 from sottovoce_core.errors import DataError, NotReady, Unavailable
 from tests import brokers
 from tests.brokers import (
@@ -71,7 +70,7 @@ async def test_entries_come_in_order_and_the_next_feeder_goes_on(tmp_path: Path)
         async with open_url(**options_of(at)) as (part,):
             found = await take(part, 1_000)
             assert numbers(found) == list(range(1_000))
-            assert id_of(found[-1].position).encode() == (await to.xrevrange("wards", count=1))[0][0]
+            assert _id_of(found[-1].position).encode() == (await to.xrevrange("wards", count=1))[0][0]
         (group,) = await to.xinfo_groups("wards")
         assert (group["entries-read"], group["lag"]) == (1_000, 0)  # as the broker's own tools show it
         await add(to, 1_000, 1_010)
@@ -90,9 +89,9 @@ async def test_several_streams_and_what_is_no_record(tmp_path: Path) -> None:
         async with open_url(**options_of(at, names="north,south", field="record")) as (north, south):
             assert [each.body for each in await take(north, 1)] == [b'{"k": 1}']
             found = await take(south, 2)
-            assert [isinstance(each, Unreadable) for each in found] == [True, False]
+            assert [bool(each.reason) for each in found] == [True, False]
         async with open_url(**options_of(at, names="south", from_="start")) as (south,):
-            assert [isinstance(each, Unreadable) for each in await take(south, 2)] == [False, True]
+            assert [bool(each.reason) for each in await take(south, 2)] == [False, True]
 
 
 async def test_a_feeder_that_dies_again_and_again_brings_each_record_once(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
         async with open_url(**options_of(at)) as (part,):  # in another run
             assert numbers(await take(part, 20)) == list(range(20))
             with pytest.raises(DataError, match=r"it ends with entry .*, and the learner has 8000000000000-5"):
-                await take(part, 1, after=position_of(b"8000000000000-5"))
+                await take(part, 1, after=_position_of(b"8000000000000-5"))
         await to.set("number", 1)
         async with open_url(**options_of(at, names="number")) as (part,):
             with pytest.raises(DataError, match="cannot give stream number"):
@@ -246,9 +245,9 @@ async def test_it_begins_where_it_is_told_to(tmp_path: Path) -> None:
 
 def test_an_id_is_a_position() -> None:
     for each in (b"0-1", b"1700000000000-0", b"8796093022207-1048575"):
-        assert id_of(position_of(each)).encode() == each
-    assert 0 < position_of(b"1-0") - position_of(b"0-1048575") <= 1
-    assert position_of(b"8796093022207-1048575") == 2**63 - 1
+        assert _id_of(_position_of(each)).encode() == each
+    assert 0 < _position_of(b"1-0") - _position_of(b"0-1048575") <= 1
+    assert _position_of(b"8796093022207-1048575") == 2**63 - 1
     for each in (b"0-1048576", b"8796093022208-0"):
         with pytest.raises(DataError, match="sequence below 1,048,576"):
-            position_of(each)
+            _position_of(each)

@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
-from sottovoce_client.feeding.broker import FROM, Access, Feed, Setting, feeds
-from sottovoce_client.feeding.sinks import HTTP
+from sottovoce_client.feeding.broker import FROM, HTTP, Access, Feed, Setting, feeds
 from sottovoce_core.errors import SpecError
 from tests.client.test_feeding import ann, command, ended
 from tests.client.test_live_learner import RECORD, learned
 
-OWN = [HTTP, *feeds()]
+OWN = feeds()
 
 TOY = f"""
 import asyncio
@@ -113,8 +112,8 @@ def test_an_entry_point_that_is_no_broker_is_named(entry: str, text: str, toy: P
         feeds()
 
 
-def test_the_brokers_are_those_of_the_package() -> None:
-    assert {each.name for each in feeds()} == {"Kafka", "MQTT", "NATS", "Redis"}
+def test_the_feeds_are_those_of_the_package() -> None:
+    assert {each.name for each in feeds()} == {"HTTP", "Kafka", "MQTT", "NATS", "Redis"}
 
 
 @pytest.mark.parametrize("feed", OWN, ids=lambda each: each.name)

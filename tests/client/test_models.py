@@ -188,7 +188,7 @@ async def test_a_file_says_what_its_learner_does(tmp_path: Path, kind: str) -> N
         said = (await predicting.predict(at, records, own)).table
     for name in ("ben.npz", "ben.onnx"):
         exporting.require_writable(tmp_path / name)
-        exporting.write(model, tmp_path / name)
+        model.write(tmp_path / name)
     classes = model.inputs.classes
     assert classes is not None
     heads = ["score"] if len(classes) == 2 else [f"score {name}" for name in classes]
@@ -219,7 +219,7 @@ async def test_numbers_are_told_in_the_unit_of_the_records(tmp_path: Path) -> No
         said = (await predicting.predict(at, records, None)).table["label"]
         model = await exporting.of_learner(at, None)
     for name in ("ann.npz", "ann.onnx"):
-        exporting.write(model, tmp_path / name)
+        model.write(tmp_path / name)
     rows = model.inputs.rows(records)[:, :-1]
     assert len(set(said.tolist())) == 3
     label = model.about["label"]

@@ -19,7 +19,7 @@ from rich.console import Console
 from sottovoce_client import doctor, terminal
 from sottovoce_client.cli import app
 from sottovoce_client.live.sending import At
-from sottovoce_client.models.owner import as_owner
+from sottovoce_client.models.predicting import as_owner
 from sottovoce_client.running import known, status
 from sottovoce_client.running.monitoring import Course, History, Look, Places, RunView, run_view
 from sottovoce_client.running.status import Asked, Status, document, look, progress_line, show

@@ -46,17 +46,11 @@ def _patience(help_: str) -> Any:
     return real(least=0.0, most=MOST_SECONDS, metavar="SECONDS", help=help_)
 
 
-def _feeds() -> list[Feed]:
-    """All kinds of sources that URLs name."""
-    from sottovoce_client.feeding.broker import feeds
-    from sottovoce_client.feeding.sinks import HTTP
-
-    return [HTTP, *feeds()]
-
-
 def _feed_of(scheme: str, what: str) -> Feed:
     """The feed whose URLs begin with a scheme."""
-    known = {each: feed for feed in _feeds() for each in feed.schemes}
+    from sottovoce_client.feeding.broker import feeds
+
+    known = {each: feed for feed in feeds() for each in feed.schemes}
     if scheme.lower() not in known:
         raise SpecError(f"{what} must be one of {', '.join(known)}, got {scheme!r}")
     return known[scheme.lower()]
@@ -215,13 +209,15 @@ def feed(
                 [Path(each) for each in sources], kind, delimiter=delimiter, follow=follow, apart=dead_letters
             )
         work = feeding(nullcontext(parts), target, terms)
-    elif kind == "HTTP":
-        work = _http_work(url_feed.source(first), target, terms, token_file, tls_cert, tls_key, shared.insecure)
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "") if password_file is None else secret_in(password_file)
         access = Access(user, password, tls_ca, tls_cert, tls_key)
         own = {"access": access, "default_group": name or learner, "position": position, "patience_s": broker_patience}
-        work = feeding(opened(url_feed.source(first, **own)), target, terms)
+        at = url_feed.source(first, **own)
+        if kind == "HTTP":
+            work = _http_work(at, target, terms, token_file, insecure=shared.insecure)
+        else:
+            work = feeding(opened(at), target, terms)
     raise typer.Exit(conduct(work, shared.log_level or "info"))
 
 
@@ -239,25 +235,14 @@ def _require_fitting(context: typer.Context, own: Collection[str], called: str) 
             )
 
 
-def _http_work(
-    at: Source,
-    target: Target,
-    terms: Terms,
-    token_file: Path | None,
-    certificate: Path | None,
-    key: Path | None,
-    insecure: bool,
-) -> Work:
+def _http_work(at: Source, target: Target, terms: Terms, token_file: Path | None, *, insecure: bool) -> Work:
     """Answering requests."""
     for module in at.feed.modules:
         at.feed.imported(module)
     from sottovoce_client import terminal
-    from sottovoce_client.feeding.endpoint import Listening, serve
+    from sottovoce_client.feeding.endpoint import serve
     from sottovoce_rpc.server import announce
 
-    if (certificate is not None) != (at.scheme == "https"):
-        raise SpecError(f"https:// needs --tls-cert and --tls-key, and http:// has neither, got {at.scheme}://")
-    listening = Listening(at.addresses[0], token_file, certificate, key, insecure, at.settings["max-bytes"])
     console = terminal.console()
 
     def tell(address: str) -> None:
@@ -266,4 +251,4 @@ def _http_work(
         else:
             announce("feeder", address=address)
 
-    return serve(target, terms, listening, at.settings["when-full"], tell)
+    return serve(at, target, terms, tell, token_file=token_file, insecure=insecure)

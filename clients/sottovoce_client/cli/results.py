@@ -61,7 +61,7 @@ def predict(
     at = At(address, learner, common().credentials)
     found = asyncio.run(predicting.predict(at, file, own, imports=common().allow_imports))
     if out is not None:
-        predicting.write(found.table, out)
+        found.write(out)
     if common().as_json:
         print_json(
             {
@@ -77,7 +77,7 @@ def predict(
         )
         return
     if out is None:
-        predicting.write(found.table, None)
+        found.write(None)
     many, rounds = plural(len(found.table), "record"), plural(found.rounds_done, "round")
     whose = f"{many}, by the model of {found.learner} after {rounds} of {found.run_id}{f': {out}' if out else ''}"
     print(f"{whose}\nto hand them out: {found.publication.text}", file=sys.stderr)
@@ -127,13 +127,14 @@ def export(
         own = None if spec is None else load_spec(spec)
         at = At(source, learner, common().credentials)
         model = asyncio.run(exporting.of_learner(at, own, imports=common().allow_imports))
-    exporting.require_covered(model, unprotected)
-    exporting.write(model, out)
+    if not unprotected:
+        model.require_covered()
+    model.write(out)
     if common().as_json:
         terminal.print_json({"out": out, **model.about})
         return
     table = terminal.facts()
-    for name, text in {**exporting.facts(model), "written": str(out)}.items():
+    for name, text in {**model.facts, "written": str(out)}.items():
         table.add_row(name, text)
     terminal.console().print(table)
 

@@ -288,13 +288,32 @@ class Source:
         return context
 
 
+HTTP = Feed(
+    name="HTTP",
+    schemes={"http": 7490, "https": 7490},
+    tls=frozenset({"https"}),
+    help="Records that clients POST to /records at this address, as JSON; they are answered when the learner has kept them. "
+    "Other addresses than this machine's own need https, --tls-cert, --tls-key and --token-file, or --insecure.",
+    examples=("http://127.0.0.1:7490", "https://0.0.0.0:7490?when-full=reject"),
+    settings=(
+        Setting(
+            "when-full", "Whether a request that finds no room waits, or is refused (429).", "wait", ("wait", "reject")
+        ),
+        Setting("max-bytes", "Maximum size of a request, in bytes.", 1024 * 1024, least=1),
+    ),
+    modules=("starlette", "uvicorn"),
+    has_positions=True,
+)
+"""The feed that listens at its URL; all others are offered by entry points."""
+
+
 def feeds() -> list[Feed]:
-    """The feeds that installed packages offer, this one and others, by name.
+    """HTTP, and the feeds that installed packages offer, this one and others, by name.
 
     Raises:
         SpecError: an entry point cannot be imported, or is no feed.
     """
-    found = list[Feed]()
+    found = [HTTP]
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
         feed = load(point.value, f"the entry point {point.name} of {ENTRY_POINTS}")
         if not isinstance(feed, Feed):
@@ -303,8 +322,8 @@ def feeds() -> list[Feed]:
     return found
 
 
-def secret_in(path: Path) -> str:
-    """A password from a file, without the end of its line.
+def secret_in(path: Path, what: str = "password") -> str:
+    """A password or token from a file, without the end of its line.
 
     Raises:
         NotReady: there is none.
@@ -313,9 +332,9 @@ def secret_in(path: Path) -> str:
         with path.open("rb") as file:
             text = file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotReady(f"no password in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise NotReady(f"no {what} in {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     if not text:
-        raise NotReady(f"no password in {path}: it is empty")
+        raise NotReady(f"no {what} in {path}: it is empty")
     return text
 
 
@@ -408,6 +427,17 @@ class BrokerPart(ABC):
         if self._due is not None:
             with suppress(NotReady, DataError):
                 await self.keep(self._due)
+
+    def _from(self, oldest: int, newest: int, committed: int | None) -> int:
+        """The position to read behind where the learner has none, as `FROM` says.
+
+        Args:
+            oldest: before the oldest message.
+            newest: of the newest one.
+            committed: where the feeder before this one ended; None: there was none.
+        """
+        ends = {"committed": oldest if committed is None else committed, "start": oldest, "new": newest}
+        return ends[self._link.at.settings[FROM.name]]
 
     @abstractmethod
     async def _begin(self, after: int) -> int:

@@ -1,4 +1,7 @@
-"""Records by HTTP: `POST /records` answers when they are in the learner's keeping."""
+"""Records by HTTP: `POST /records` answers when they are in the learner's keeping.
+
+Each source that clients name is a connection of its own, which feeds in the order in which records came.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sottovoce_client.feeding.broker import Source, secret_in
 from sottovoce_client.feeding.progress import Account, Work
-from sottovoce_client.feeding.pump import Target, Terms, unless
-from sottovoce_client.feeding.records import Unfit, json_of
-from sottovoce_client.feeding.sinks import Full, Refused, Sinks, WhenFull
+from sottovoce_client.feeding.pump import WAITING, Target, Terms, unless, until_over
+from sottovoce_client.feeding.records import Numbered, Sieve, Unfit, json_of
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
-from sottovoce_rpc.addresses import is_loopback, of_this_user, place_of
+from sottovoce_rpc.addresses import is_loopback, of_this_user
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.tasks import Tasks
+from sottovoce_rpc.tasks import Tasks, beside
 
 log = structlog.get_logger()
 
-MOST_BYTES, MOST_REASONS, _MOST_CONNECTIONS = 1024 * 1024, 100, 128
-_BODY_S, _RETRY_S = 30.0, 1.0
+MOST_SOURCES = 64
+"""That are connected at once."""
+_MOST_REASONS, _MOST_CONNECTIONS = 100, 128
+_BODY_S, _RETRY_S, _LOOK_S = 30.0, 1.0, 1.0
 _LEAST_TOKEN, _LONGEST_SOURCE = 16, 128
 
 
@@ -47,76 +54,61 @@ class _Answer(Exception):
         self.response = JSONResponse({"error": error, **more}, status, headers)
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where and to whom an endpoint listens.
+@dataclass(eq=False, slots=True)
+class _Sink:
+    """One source, connected."""
 
-    Attributes:
-        listen: `host:port`; port 0 picks one.
-        token_file: with the bearer token that every request must have; None: this machine's user alone is answered.
-        tls_cert, tls_key: PEM files; None: in the clear.
-        insecure: on other addresses than this machine's own without a token and TLS, too.
-        most_bytes: of a request's body.
+    connection: connect_learner
+    learner: ConnectedLearner
+    sieve: Sieve
+    last: int
+    users: int = 0
+
+
+class _Endpoint:
+    """What answers requests and feeds their records; `async with` reaches the learner and closes all connections.
+
+    Args:
+        target: the learner; its own source is taken where a client names none.
+        terms: what a record is. One that does not fit goes back to its client.
+        account: what becomes of them is counted here.
+        at: the URL, with its settings.
+        token: that every request must have; empty: this machine's user alone is answered.
     """
 
-    listen: str = "127.0.0.1:7490"
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    most_bytes: int = MOST_BYTES
-    token: bytes = field(default=b"", init=False, repr=False)
+    def __init__(self, target: Target, terms: Terms, account: Account, at: Source, token: str) -> None:
+        self._target, self._terms, self._account, self._at, self._token = target, terms, account, at, token
+        self._sinks = dict[str, _Sink]()
+        """By source; the last one in order was used last."""
+        self._turn, self._less, self._tasks = asyncio.Lock(), asyncio.Condition(), Tasks()
 
-    def __post_init__(self) -> None:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise SpecError("TLS needs both: --tls-cert and --tls-key")
-        if not is_loopback(self.listen) and not self.insecure and (self.token_file is None or self.tls_cert is None):
-            raise SpecError(
-                f"listening on {self.listen}, which other machines reach, needs --token-file, --tls-cert and --tls-key; or "
-                "--insecure, and then anybody may bring records"
-            )
-        if self.token_file is not None:
-            object.__setattr__(self, "token", _token(self.token_file))
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port.
+    async def __aenter__(self) -> _Endpoint:
+        """Reach the learner.
 
         Raises:
-            SpecError: there are none.
+            SottovoceError: as `connect_learner`, and where a map does not fit.
         """
-        return place_of(self.listen, "--listen", listen=True)
+        self._account.kept = "sent back"
+        await self._connect(self._target.source)
+        self._tasks.start(self._look())
+        return self
 
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.end()
+        for source in list(self._sinks):
+            await self._close(source)
 
-def _token(path: Path) -> bytes:
-    """What stands in a file, without blanks around it."""
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise SpecError(f"cannot read the token in {path}: {error.strerror}") from None
-    if len(token) < _LEAST_TOKEN:
-        raise SpecError(
-            f"the token in {path} must have {_LEAST_TOKEN} characters at least: openssl rand -hex 32 > {path}"
-        )
-    return token
+    async def _look(self) -> None:
+        """How the learner stands, run after run."""
+        while True:
+            for sink in list(self._sinks.values())[-1:]:
+                try:
+                    await until_over(sink.learner, self._account)
+                except NotReady:
+                    self._account.status = None
+            await asyncio.sleep(_LOOK_S)
 
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What answers requests.
-
-    Attributes:
-        sinks: where records go.
-        listening: to whom it listens.
-    """
-
-    sinks: Sinks
-    listening: Listening
-
-    @property
-    def app(self) -> Starlette:
-        """For a server of ASGI."""
-        return Starlette(routes=[Route("/records", self.records, methods=["POST"])])
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def records(self, request: Request) -> Response:
         """Take records in; every answer but 200 says that none was taken, or that the learner is away."""
@@ -128,22 +120,16 @@ class Endpoint:
                 positions = range(positions[0], positions[0] + len(records))
             if positions is not None and len(positions) != len(records):
                 raise _Answer(400, f"positions must be one, or one for each of {len(records)} records")
-            taken = await self.sinks.take(source, records, positions)
+            return JSONResponse(await self._take(source or self._target.source, records, positions))
         except _Answer as answer:
             return answer.response
         except ClientDisconnect:
             return Response(status_code=400)
         except SottovoceError as error:
             return _unfed(error)
-        except Refused as refused:
-            return _refused(refused).response
-        except Full:
-            status = 429 if self.sinks.when_full == "reject" else 503
-            return _Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_S).response
         except Exception as error:  # noqa: BLE001 - its text may quote a record
             log.error("bug", **failure(error))
             return _Answer(500, "a bug: see the feeder's log").response
-        return JSONResponse({"records": len(records), "new": taken.new, "positions": [taken.first, taken.last]})
 
     async def _require_known(self, request: Request) -> None:
         """Who asks, and that no page in a browser does.
@@ -151,11 +137,11 @@ class Endpoint:
         Raises:
             _Answer: it is somebody else.
         """
-        if token := self.listening.token:
+        if self._token:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
                 raise _Answer(401, "a bearer token is needed")
-        elif is_loopback(self.listening.listen) and request.client is not None:
+        elif is_loopback(self._at.addresses[0]) and request.client is not None:
             host, port = request.client
             peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
             if not await asyncio.to_thread(of_this_user, peer):
@@ -173,7 +159,7 @@ class Endpoint:
         Raises:
             _Answer: it is too long, or takes too long.
         """
-        most, found = self.listening.most_bytes, bytearray()
+        most, found = self._at.settings["max-bytes"], bytearray()
         too_long = _Answer(413, f"a request has at most {most:,} bytes: send fewer records at a time")
         said = request.headers.get("content-length", "0")
         if said.isdigit() and int(said) > most:
@@ -187,6 +173,133 @@ class Endpoint:
         except TimeoutError:
             raise _Answer(408, f"the body must come within {_BODY_S:.0f} s") from None
         return bytes(found)
+
+    # ---- feeding -----------------------------------------------------------------------------------------------------
+
+    async def _take(
+        self, source: str, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None
+    ) -> dict[str, Any]:
+        """Feed records, all or none; the receipt comes when they are in keeping.
+
+        Args:
+            source: under which they are counted.
+            records: one at least.
+            positions: where each stands, ascending. None: a field says it, or they are counted on.
+
+        Raises:
+            _Answer: some do not fit, or there is no room for them, now or within patience.
+            Unavailable, NotReady: the learner is away; it may have taken them in.
+        """
+        sink = await self._connected(source)
+        sink.users += 1
+        try:
+            encoded, positions = self._fitting(sink, records, positions)
+            async with self._room(len(records)):
+                # nothing is awaited between the choice of positions and their turn in `feed`
+                first = sink.last + 1
+                places = list(positions or range(first, first + len(records)))
+                sink.last = max(sink.last, places[-1])
+                new = await sink.learner.feed(encoded, positions=places)
+        except (Unavailable, NotReady):
+            if self._sinks.get(source) is sink:  # the next request makes another connection
+                await self._close(source)
+            raise
+        finally:
+            sink.users -= 1
+        self._account.fed += new
+        self._account.again += len(records) - new
+        return {"records": len(records), "new": new, "positions": [places[0], places[-1]]}
+
+    def _fitting(
+        self, sink: _Sink, records: Sequence[Mapping[str, Any]], positions: Sequence[int] | None
+    ) -> tuple[Any, Sequence[int] | None]:
+        """Records as they are learned, and their positions where these are said.
+
+        Raises:
+            _Answer: some do not fit; by their number, why.
+        """
+        by_field = positions is None and bool(self._terms.position)
+        numbered = Numbered(self._terms.position if by_field else "", -1)
+        sifted = sink.sieve.sift([numbered.message(each) for each in records], -1)
+        if reasons := sifted.refused:
+            self._account.refused.update(reasons.values())
+            number, why = next(iter(reasons.items()))
+            more = "" if len(reasons) == 1 else f", and {len(reasons) - 1} more do not fit"
+            listed = {str(each): reasons[each] for each in list(reasons)[:_MOST_REASONS]}
+            raise _Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
+        assert sifted.fitting is not None  # noqa: S101 - all of one record at least
+        encoded, said = sifted.fitting
+        return encoded, said if by_field else positions
+
+    @asynccontextmanager
+    async def _room(self, records: int) -> AsyncIterator[None]:
+        """Have room for records, as soon as fewer wait for their receipts; one request alone may be of any size.
+
+        Raises:
+            _Answer: there is none.
+        """
+
+        def there_is() -> bool:
+            return self._account.waiting == 0 or self._account.waiting + records <= WAITING
+
+        if not there_is():
+            if self._at.settings["when-full"] == "reject":
+                raise self._full()
+            try:
+                async with asyncio.timeout(self._target.patience_s), self._less:
+                    await self._less.wait_for(there_is)
+            except TimeoutError:
+                raise self._full() from None
+        self._account.waiting += records
+        try:
+            yield
+        finally:
+            self._account.waiting -= records
+            async with self._less:
+                self._less.notify_all()
+
+    def _full(self) -> _Answer:
+        status = 429 if self._at.settings["when-full"] == "reject" else 503
+        return _Answer(status, "too many records wait: none of these was taken", retry_s=_RETRY_S)
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    async def _connected(self, source: str) -> _Sink:
+        """At once, or after those who came before.
+
+        Raises:
+            Unavailable: the learner does not answer within patience; and as `connect_learner`.
+        """
+        if source not in self._sinks:
+            try:
+                async with asyncio.timeout(self._target.patience_s), self._turn:
+                    if source not in self._sinks:
+                        await self._connect(source)
+            except TimeoutError:
+                raise Unavailable(f"the learner at {self._target.address} does not answer") from None
+        self._sinks[source] = sink = self._sinks.pop(source)
+        return sink
+
+    async def _connect(self, source: str) -> None:
+        """Under a name, in place of the one that was used least recently where there are too many."""
+        if len(self._sinks) >= MOST_SOURCES:
+            idle = next((each for each, sink in self._sinks.items() if not sink.users), None)
+            if idle is None:
+                raise self._full()
+            await self._close(idle)
+        connection = self._target.connect(source, self._account)
+        learner = await connection.__aenter__()
+        try:
+            sieve = self._terms.sieve(learner)
+        except SottovoceError:
+            await connection.__aexit__(None, None, None)
+            raise
+        self._account.run_id = learner.run_id
+        self._account.sources.add(source)
+        self._sinks[source] = _Sink(connection, learner, sieve, learner.position)
+
+    async def _close(self, source: str) -> None:
+        await self._sinks.pop(source).connection.__aexit__(None, None, None)
 
 
 def _named(request: Request) -> tuple[str, Sequence[int] | None]:
@@ -206,7 +319,10 @@ def _named(request: Request) -> tuple[str, Sequence[int] | None]:
     given = query["positions"].split(",")
     if not all(each.isascii() and each.isdigit() and len(each) < 20 and int(each) < 2**62 for each in given):
         raise _Answer(400, "positions must be whole numbers from 0, with commas between them")
-    return source, [int(each) for each in given]
+    positions = [int(each) for each in given]
+    if positions != sorted(set(positions)):
+        raise _Answer(400, "positions must be whole numbers, ascending from 0")
+    return source, positions
 
 
 def _records(body: bytes) -> Sequence[Mapping[str, Any]]:
@@ -228,15 +344,6 @@ def _records(body: bytes) -> Sequence[Mapping[str, Any]]:
     return records
 
 
-def _refused(refused: Refused) -> _Answer:
-    """Which records do not fit, and why."""
-    reasons = dict(sorted(refused.reasons.items()))
-    number, why = next(iter(reasons.items()))
-    more = "" if len(reasons) == 1 else f", and {len(reasons) - 1} more do not fit"
-    listed = {str(each): reasons[each] for each in list(reasons)[:MOST_REASONS]}
-    return _Answer(400, f"record {number} (counted from 0): {why}{more}; none was taken", refused=listed)
-
-
 def _unfed(error: SottovoceError) -> Response:
     """Why records were not fed."""
     if isinstance(error, Unavailable | NotReady):
@@ -256,71 +363,100 @@ class _Server(uvicorn.Server):
         yield
 
 
-@asynccontextmanager
-async def serving(endpoint: Endpoint) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """Listen while the block lasts; gives the address, and what serves.
+def _configured(app: Starlette, at: Source, patience_s: float) -> uvicorn.Config:
+    """Settings of the server.
 
     Raises:
-        SpecError: it cannot listen there, or the files for TLS cannot be used.
+        SpecError: the files for TLS cannot be used.
     """
-    at = endpoint.listening
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=math.ceil(patience_s),
+        ssl_certfile=at.access.certificate,
+        ssl_keyfile=at.access.key,
+    )
     try:
-        config = uvicorn.Config(
-            endpoint.app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=_MOST_CONNECTIONS,
-            timeout_graceful_shutdown=math.ceil(endpoint.sinks.target.patience_s),
-            ssl_certfile=at.tls_cert,
-            ssl_keyfile=at.tls_key,
-        )
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise SpecError(f"the files for TLS cannot be used: {error.strerror or type(error).__name__}") from None
-    host, port = at.address
+    return config
+
+
+def _listener(at: Source) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    ((host, port),) = at.servers
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(where[:2], family=family)
+        return socket.create_server(where[:2], family=family)
     except OSError as error:
-        raise SpecError(f"cannot listen on {at.listen}: {error.strerror}") from None
-    with listener:
-        server = _Server(config)
-        async with Tasks() as tasks:
-            task = tasks.start(server.serve(sockets=[listener]))
-            scheme = "http" if at.tls_cert is None else "https"
-            shown = f"[{host}]" if ":" in host else host
-            try:
-                yield f"{scheme}://{shown}:{listener.getsockname()[1]}/records", task
-            finally:
-                server.should_exit = True
-                await asyncio.shield(task)
+        raise SpecError(f"cannot listen on {at.addresses[0]}: {error.strerror}") from None
 
 
-def serve(target: Target, terms: Terms, listening: Listening, when_full: WhenFull, tell: Callable[[str], None]) -> Work:
+def serve(
+    at: Source,
+    target: Target,
+    terms: Terms,
+    tell: Callable[[str], None],
+    *,
+    token_file: Path | None = None,
+    insecure: bool = False,
+) -> Work:
     """The work of an endpoint.
 
     Args:
+        at: where it listens, with its certificate; port 0 picks one.
         target: the learner; its source is taken where a client names none.
         terms: what a record is.
-        listening: where and to whom it listens.
-        when_full: whether a request that finds no room waits or is refused.
         tell: is told the address.
+        token_file: with the bearer token that every request must have; None: this machine's user alone is answered.
+        insecure: listen on other addresses than this machine's own without a token and TLS, too.
+
+    Raises:
+        SpecError: the options do not fit one another, or the token is too short.
+        NotReady: there is no token.
     """
+    (listen,), tls = at.addresses, at.access.certificate is not None
+    if tls != (at.scheme == "https"):
+        raise SpecError(f"https:// needs --tls-cert and --tls-key, and http:// has neither, got {at.scheme}://")
+    if not is_loopback(listen) and not insecure and (token_file is None or not tls):
+        raise SpecError(
+            f"listening on {listen}, which other machines reach, needs --token-file, --tls-cert and --tls-key; or "
+            "--insecure, and then anybody may bring records"
+        )
+    token = "" if token_file is None else secret_in(token_file, "token").strip()
+    if token_file is not None and len(token) < _LEAST_TOKEN:
+        raise SpecError(
+            f"the token in {token_file} must have {_LEAST_TOKEN} characters at least: openssl rand -hex 32 > {token_file}"
+        )
 
     async def work(account: Account, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
-            sinks = await unless(stop, stack.enter_async_context(Sinks(target, terms, account, when_full)))
-            if sinks is None:
+            endpoint = await unless(stop, stack.enter_async_context(_Endpoint(target, terms, account, at, token)))
+            if endpoint is None:
                 return
-            address, task = await stack.enter_async_context(serving(Endpoint(sinks, listening)))
-            tell(address)
-            async with Tasks() as tasks:
-                await asyncio.wait([task, tasks.start(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+            app = Starlette(routes=[Route("/records", endpoint.records, methods=["POST"])])
+            server = _Server(_configured(app, at, target.patience_s))
+            listener = stack.enter_context(_listener(at))
+
+            async def ending() -> None:
+                await stop.wait()
+                server.should_exit = True
+
+            tell(f"{at.scheme}://{listen.rpartition(':')[0]}:{listener.getsockname()[1]}/records")
+            async with beside(ending()):
+                await server.serve(sockets=[listener])
 
     return work

@@ -1,18 +1,21 @@
-"""Files that are fed: CSV and JSON lines, which may grow meanwhile, and Parquet."""
+"""Files that are fed, CSV and JSON lines, which may grow meanwhile, and Parquet; and standard input."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import stat
+import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, StandardInput, anything
-from sottovoce_client.feeding.records import Message, Misfit, Part, Unreadable
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines
+from sottovoce_client.feeding.records import Message, Misfit, Numbered, Part, anything
 from sottovoce_core.data.cells import normal
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.optional import import_extra
@@ -28,8 +31,8 @@ _CONTEXT = 1_024
 """Bytes before a record that tell its file from others."""
 _CHECK_BITS = 16
 _ROWS = 1_024
-_ENDS = (b"PAR1", b"PARE")
-"""Of a file, and of one whose footer is encrypted."""
+_FOOTER_END = 8
+"""Bytes behind a Parquet file's metadata: their length, and the mark of the format."""
 
 
 def _position_of(place: int, check: int) -> int:
@@ -42,7 +45,7 @@ def _position_of(place: int, check: int) -> int:
     return place << _CHECK_BITS | (check & (1 << _CHECK_BITS) - 1)
 
 
-def place_of(position: int) -> int:
+def _place_of(position: int) -> int:
     """Where a position is."""
     return position >> _CHECK_BITS
 
@@ -70,92 +73,43 @@ def _require_file(path: Path) -> None:
         raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed -`")
 
 
-@dataclass(frozen=True, slots=True)
-class _LinesOfFile:
-    """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
+class _Lines(ABC):
+    """Lines that come, from some place on.
 
-    Attributes:
-        path: of the file.
-        form: how its records are written.
-        follow: wait for more at its end.
-        misfit: why columns are not those of records.
+    Args:
+        what: they are called in messages.
+        form: how records are written.
     """
 
-    path: Path
-    form: Form
-    follow: bool
-    misfit: Misfit = anything
+    def __init__(self, what: object, form: Form) -> None:
+        self._what, self._form = what, form
+        self._rest, self._at, self._before = b"", 0, b""
+        """What was read and not used, where that begins, and what is before it."""
+        self._ended, self._gone = False, ""
 
-    def held(self, misfit: Misfit) -> _LinesOfFile:
-        return replace(self, misfit=misfit)
+    @abstractmethod
+    async def _more(self) -> None:
+        """Read on; raises `DataError` where what is there is not what it should be."""
 
-    @property
-    def name(self) -> str:
-        return self.path.name
+    @abstractmethod
+    def _message(self, cut: Cut, stretch: bytes) -> Message:
+        """Of a record; a stretch begins with what stands before the rest."""
 
-    async def keep(self, position: int) -> None:
-        """The file stays as it is."""
-
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        try:
-            _require_file(self.path)
-            file = self.path.open("rb")
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
-        with file:
-            reading = _Reading(self, file, self.form.anew(self.misfit))
-            await reading.begin(after)
-            async for messages in reading.messages():
-                yield messages
-
-
-class _Reading:
-    """A file from some place on, to its end or for ever."""
-
-    def __init__(self, of: _LinesOfFile, file: BinaryIO, form: Form) -> None:
-        self._of, self._file, self._form = of, file, form
-        self._at, self._rest, self._before = (
-            0,
-            b"",
-            b"",
-        )  # what was read and not used, where that begins, what is before it
-        self._header, self._ended, self._gone = 0, False, ""
-
-    async def begin(self, after: int) -> None:
-        """Go to the record behind one.
+    async def begin(self, misfit: Misfit) -> int:
+        """Go behind the header; returns a checksum of it.
 
         Raises:
-            DataError: that one is not there any more: this is another file.
+            DataError: it is none, or its columns are not those of records.
         """
-        while (used := self._headed()) is None:
-            await self._more()
-        self._header = zlib.crc32(self._rest[:used])
+        try:
+            while (used := self._form.header(self._rest, misfit, whole=self._ended)) is None:
+                await self._more()
+        except DataError as error:
+            raise DataError(f"{self._what} {error}") from None
+        check = zlib.crc32(self._rest[:used])
         self._use(used)
         self._before = b""
-        if after < 0:
-            return
-        place, size = place_of(after), os.fstat(self._file.fileno()).st_size
-        if used <= place < size:
-            begin = max(used, place - _CONTEXT)
-            self._file.seek(begin)
-            stretch = self._file.read(place - begin + 2 * LONGEST)
-            self._before, self._rest, self._at = stretch[: place - begin], stretch[place - begin :], place
-            self._ended = False
-            found, _ = self._form.cut(self._rest, whole=True)
-            if found and found[0].begin == 0 and self._position(found[0], self._before + self._rest) == after:
-                self._use(found[0].end)
-                self._trim_line_end()
-                return
-        raise DataError(
-            f"{self._of.path} is not the file whose records were fed up to byte {place}: what stands there differs. Put the old "
-            "one back, or feed this one under another --source, and all of it is learned"
-        )
-
-    def _headed(self) -> int | None:
-        try:
-            return self._form.header(self._rest, whole=self._ended)
-        except DataError as error:
-            raise DataError(f"{self._of.path} {error}") from None
+        return check
 
     async def messages(self) -> AsyncIterator[Sequence[Message]]:
         """What follows, a few at a time."""
@@ -166,6 +120,10 @@ class _Reading:
                 raise DataError(self._gone)
             if self._ended:
                 return
+            if len(self._rest) > 2 * LONGEST:
+                raise DataError(
+                    f"{self._what}: the line at byte {self._at} has no end within {2 * LONGEST:,} bytes: these are no lines"
+                )
             await self._more()
 
     def _cut(self) -> Iterator[Sequence[Message]]:
@@ -177,51 +135,78 @@ class _Reading:
         for first in range(0, len(made), _MESSAGES):
             yield made[first : first + _MESSAGES]
 
-    def _message(self, cut: Cut, stretch: bytes) -> Message:
-        position = self._position(cut, stretch)
-        return Unreadable(cut.body, position, cut.reason) if cut.reason else Message(cut.body, position)
-
-    def _position(self, cut: Cut, stretch: bytes) -> int:
-        """Of a record; a stretch begins with what stands before the rest."""
-        begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
-        check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
-        return _position_of(self._at + cut.begin, check)
-
     def _use(self, used: int) -> None:
         """So many bytes of the rest are done with."""
         if used:
             self._before = (self._before + self._rest[:used])[-_CONTEXT:]
             self._rest, self._at = self._rest[used:], self._at + used
 
-    def _trim_line_end(self) -> None:
-        """What ends the record that was fed last."""
-        for each in (b"\r", b"\n"):
-            if self._rest.startswith(each):
-                self._use(1)
+
+class _FileLines(_Lines):
+    """Lines of a file, to its end or for ever.
+
+    A position is where a record begins, and a checksum of it, of what is before it and the header.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, form: Form, *, follow: bool) -> None:
+        super().__init__(path, form)
+        self._path, self._file, self._follow, self._header = path, file, follow, 0
+
+    async def go_behind(self, after: int, misfit: Misfit) -> None:
+        """Go to the record behind a position; -1: to the first.
+
+        Raises:
+            DataError: that one is not there any more: this is another file.
+        """
+        self._header = await self.begin(misfit)
+        if after < 0:
+            return
+        place, used = _place_of(after), self._at
+        if used <= place < os.fstat(self._file.fileno()).st_size:
+            begin = max(used, place - _CONTEXT)
+            self._file.seek(begin)
+            stretch = self._file.read(place - begin + 2 * LONGEST)
+            self._before, self._rest, self._at = stretch[: place - begin], stretch[place - begin :], place
+            self._ended = False
+            found, _ = self._form.cut(self._rest, whole=True)
+            if found and found[0].begin == 0 and self._position(found[0], self._before + self._rest) == after:
+                self._use(found[0].end)
+                for each in (b"\r", b"\n"):  # which end the record that was fed last
+                    if self._rest.startswith(each):
+                        self._use(1)
+                return
+        raise DataError(
+            f"{self._path} is not the file whose records were fed up to byte {place}: what stands there differs. Put the old "
+            "one back, or feed this one under another --source, and all of it is learned"
+        )
+
+    def _message(self, cut: Cut, stretch: bytes) -> Message:
+        return Message(cut.body, self._position(cut, stretch), cut.reason)
+
+    def _position(self, cut: Cut, stretch: bytes) -> int:
+        begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
+        check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
+        return _position_of(self._at + cut.begin, check)
 
     async def _more(self) -> None:
         """Read on; at the end of a file that is followed, wait until there is more.
 
         Raises:
-            DataError: it was cut or replaced, or what it holds is not what it should be.
+            DataError: it was cut or replaced.
         """
-        if len(self._rest) > 2 * LONGEST:
-            raise DataError(
-                f"{self._of.path}: the line at byte {self._at} has no end within {2 * LONGEST:,} bytes: these are no lines"
-            )
-        if self._of.follow:
+        if self._follow:
             self._require_same()
         stretch = await _in_thread(self._file.read, _AT_ONCE)
         if stretch:
             self._rest += stretch
-        elif not self._of.follow:
+        elif not self._follow:
             self._ended = True
         else:
             await self._wait()
 
     async def _wait(self) -> None:
         """Until a file is longer or shorter; or it is known that it never will be."""
-        own, path = self._file.fileno(), self._of.path
+        own, path = self._file.fileno(), self._path
         read = self._at + len(self._rest)
         while os.fstat(own).st_size == read:
             try:
@@ -246,27 +231,22 @@ class _Reading:
         own, known, read = self._file.fileno(), self._before + self._rest, self._at + len(self._rest)
         if os.fstat(own).st_size < read or os.pread(own, len(known), read - len(known)) != known:
             raise DataError(
-                f"{self._of.path} was cut or written anew after byte {self._at} was read: feed what it holds now under "
+                f"{self._path} was cut or written anew after byte {self._at} was read: feed what it holds now under "
                 "another --source, and all of it is learned"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowsOfFile:
-    """A Parquet file. A position is the number of a row, and a checksum of the file's footer.
+@dataclass(slots=True)
+class _File:
+    """A file that is fed, a part by its name.
 
     Attributes:
         path: of the file.
-        parquet: `pyarrow.parquet`.
         misfit: why columns are not those of records.
     """
 
     path: Path
-    parquet: Any
-    misfit: Misfit = anything
-
-    def held(self, misfit: Misfit) -> _RowsOfFile:
-        return replace(self, misfit=misfit)
+    misfit: Misfit = field(default=anything, init=False)
 
     @property
     def name(self) -> str:
@@ -275,62 +255,137 @@ class _RowsOfFile:
     async def keep(self, position: int) -> None:
         """The file stays as it is."""
 
+
+@dataclass(slots=True)
+class _LinesOfFile(_File):
+    """A file of lines.
+
+    Attributes:
+        form: how its records are written.
+        follow: wait for more at its end.
+    """
+
+    form: Form
+    follow: bool
+
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        _require_file(self.path)
         try:
-            if (check := await _in_thread(self._check)) is None:
-                raise DataError(
-                    f"{self.path} must be a Parquet file, which ends in PAR1, got one that does not: "
-                    "--format csv or jsonl takes the others"
-                )
+            file = self.path.open("rb")
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+        with file:
+            lines = _FileLines(self.path, file, self.form, follow=self.follow)
+            await lines.go_behind(after, self.misfit)
+            async for messages in lines.messages():
+                yield messages
+
+
+@dataclass(slots=True)
+class _RowsOfFile(_File):
+    """A Parquet file. A position is the number of a row, and a checksum of the file's footer.
+
+    Attributes:
+        parquet: `pyarrow.parquet`.
+    """
+
+    parquet: Any
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        try:
             file = await _in_thread(self.parquet.ParquetFile, self.path)
+            check = await _in_thread(self._check, file.metadata.serialized_size)
         except (OSError, ValueError) as error:  # its own errors are ValueErrors, and quote no values
-            raise DataError(f"cannot read {self.path} as Parquet: {type(error).__name__}") from None
+            raise DataError(
+                f"{self.path} must be a Parquet file, and cannot be read as one ({type(error).__name__}): "
+                "--format csv or jsonl takes the others"
+            ) from None
         with file:
             if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
                 raise DataError(f"{self.path} {why}")
-            row = -1 if after < 0 else place_of(after)
+            row = -1 if after < 0 else _place_of(after)
             if after >= 0 and (_position_of(row, check) != after or row >= file.metadata.num_rows):
                 raise DataError(
                     f"{self.path} is not the file whose records were fed up to row {row}. Put the old one back, or feed this "
                     "one under another --source, and all of it is learned"
                 )
-            first, groups = _groups_from(file.metadata, row + 1)
-            batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, use_threads=False) if groups else iter(())
+            first = 0
             try:
-                while (batch := await _in_thread(next, batches, None)) is not None:
-                    records = await _in_thread(batch.to_pylist)
-                    numbered = enumerate(records, first)
-                    first += len(records)
-                    found = [Message(record, _position_of(at, check)) for at, record in numbered if at > row]
-                    if found:
-                        yield found
+                for group in range(file.metadata.num_row_groups):
+                    end = first + file.metadata.row_group(group).num_rows
+                    if row + 1 < end:
+                        batches = file.iter_batches(batch_size=_ROWS, row_groups=[group], use_threads=False)
+                        while (batch := await _in_thread(next, batches, None)) is not None:
+                            records = enumerate(await _in_thread(batch.to_pylist), first)
+                            first += batch.num_rows
+                            if found := [Message(each, _position_of(at, check)) for at, each in records if at > row]:
+                                yield found
+                    first = end
             except (OSError, ValueError) as error:
                 raise DataError(f"cannot read {self.path} from row {first} on: {type(error).__name__}") from None
 
-    def _check(self) -> int | None:
-        """A checksum of the footer, which says where everything is and how much; None: there is none."""
+    def _check(self, size: int) -> int:
+        """A checksum of the footer, which says where everything is and how much."""
         with self.path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 12:
-                return None
-            file.seek(size - 8)
-            length = int.from_bytes(file.read(4), "little")
-            if file.read(4) not in _ENDS:
-                return None
-            file.seek(max(0, size - 8 - length))
+            file.seek(-size - _FOOTER_END, os.SEEK_END)
             return zlib.crc32(file.read())
 
 
-def _groups_from(metadata: Any, row: int) -> tuple[int, list[int]]:
-    """Row groups with a row and those after it, and the number of their first row."""
-    begin = 0
-    for group in range(metadata.num_row_groups):
-        end = begin + metadata.row_group(group).num_rows
-        if row < end:
-            return begin, list(range(group, metadata.num_row_groups))
-        begin = end
-    return begin, []
+class _InputLines(_Lines):
+    """Lines of standard input; positions are of no bytes, but counted on or said by a field."""
+
+    def __init__(self, form: Form, numbered: Numbered, file: BinaryIO) -> None:
+        super().__init__("standard input", form)
+        self._numbered, self._number = numbered, file.fileno()
+        kind = os.fstat(self._number).st_mode
+        self._waits = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(self._number)
+
+    def _message(self, cut: Cut, stretch: bytes) -> Message:
+        return self._numbered.message(cut.body, cut.reason)
+
+    async def _more(self) -> None:
+        """Read on; that can be given up while nothing comes."""
+        if self._waits:  # of a file nobody ever has to
+            ready = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._number, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(self._number)
+            stretch = os.read(self._number, _AT_ONCE)
+        else:
+            stretch = await asyncio.to_thread(os.read, self._number, _AT_ONCE)
+        self._rest, self._ended = self._rest + stretch, not stretch
+
+
+@dataclass(slots=True)
+class _StandardInput:
+    """Lines that come once, and cannot be read again.
+
+    Attributes:
+        name: under which the learner counts them.
+        form: how records are written.
+        position: field that says where a record stands; empty: they are counted on from where the learner stands.
+        file: where they come from.
+        once: what was read and is not fed is lost.
+        misfit: why columns are not those of records.
+    """
+
+    name: str
+    form: Form
+    position: str = ""
+    file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
+    once: bool = field(default=True, init=False)
+    misfit: Misfit = field(default=anything, init=False)
+
+    async def keep(self, position: int) -> None:
+        """What was read is gone."""
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        lines = _InputLines(self.form, Numbered(self.position, after), self.file)
+        await lines.begin(self.misfit)
+        async for messages in lines.messages():
+            yield messages
 
 
 def format_of(paths: Sequence[str], given: str | None = None) -> str:
@@ -382,7 +437,7 @@ def file_parts(
     return [_LinesOfFile(path, form, follow) for path in paths]
 
 
-def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> StandardInput:
+def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "") -> _StandardInput:
     """Standard input, as CSV or JSON lines.
 
     Raises:
@@ -390,4 +445,4 @@ def standard_input(name: str, kind: str, delimiter: str = ",", position: str = "
     """
     if kind not in ("csv", "jsonl"):
         raise SpecError(f"--format of standard input must be csv or jsonl, got {kind}: write it to a file first")
-    return StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)
+    return _StandardInput(name, Csv(delimiter) if kind == "csv" else JsonLines(), position)

@@ -1,18 +1,20 @@
-"""Records in a stream of bytes, lines of JSON or CSV, and standard input."""
+"""Records in a stretch of bytes, lines of JSON or CSV.
+
+A form has two methods. `header` returns how many bytes stand before the first record and are taken in, or None where they are
+not all there yet; a `DataError` says why there is no header, and goes on behind the name of what has it. `cut` returns records,
+and how many bytes of a stretch were used up; a stretch begins with a record, or with an empty line. `whole` says that nothing
+will follow the stretch.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
-import os
-import stat
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from sottovoce_client.feeding.records import NOT_UTF8, Message, Misfit, Numbered
+from sottovoce_client.feeding.records import NOT_UTF8, Misfit, anything
 from sottovoce_core.data.cells import normal
 from sottovoce_core.data.columns import OTHER_WIDTH
 from sottovoce_core.errors import DataError
@@ -25,13 +27,6 @@ _DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
 """Those that are usual, as a shell takes them."""
 _MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
-_AT_ONCE = 64 * 1024
-"""Bytes of standard input that are read at once."""
-
-
-def anything(names: Sequence[str]) -> str:
-    """Columns may be any."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +45,6 @@ class Cut:
     reason: str = ""
 
 
-class Form(Protocol):
-    """How records are written."""
-
-    def anew(self, misfit: Misfit) -> Form:
-        """For another reading.
-
-        Args:
-            misfit: why columns are not those of records.
-        """
-        ...
-
-    def header(self, stretch: bytes, *, whole: bool) -> int | None:
-        """Bytes of what stands before the first record, and is taken in; None: it is not all there yet.
-
-        Raises:
-            DataError: it is none; the text goes on behind the name of what has it.
-        """
-        ...
-
-    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
-        """Records, and how many bytes were used up.
-
-        Args:
-            stretch: begins with a record, or with an empty line.
-            whole: nothing will follow it.
-        """
-        ...
-
-
 def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
     """Where a line ends, without and with its line feed; None: that is not there yet."""
     feed = stretch.find(b"\n", at)
@@ -92,10 +58,7 @@ def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
 class JsonLines:
     """An object on each line."""
 
-    def anew(self, misfit: Misfit) -> JsonLines:
-        return self
-
-    def header(self, stretch: bytes, *, whole: bool) -> int | None:
+    def header(self, stretch: bytes, misfit: Misfit = anything, *, whole: bool) -> int | None:
         if not (stretch or whole):
             return None
         if (found := format_of(stretch)) and "JSON" not in found:
@@ -118,12 +81,10 @@ class Csv:
 
     Attributes:
         delimiter: one character.
-        misfit: why columns are not those of records.
         names: of the columns; empty until the header was read.
     """
 
     delimiter: str = ","
-    misfit: Misfit = anything
     names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,10 +93,7 @@ class Csv:
                 f"--delimiter must be one character that is neither a quote nor a line's end, got {self.delimiter!r}"
             )
 
-    def anew(self, misfit: Misfit) -> Csv:
-        return Csv(self.delimiter, misfit)
-
-    def header(self, stretch: bytes, *, whole: bool) -> int | None:
+    def header(self, stretch: bytes, misfit: Misfit = anything, *, whole: bool) -> int | None:
         at = 0
         if other := format_of(stretch):
             raise DataError(f"must begin with a line of column names, and looks like {other}")
@@ -150,22 +108,22 @@ class Csv:
             return None
         values, end, after = found
         names = [normal(each) for each in values] if isinstance(values, list) else []
-        if names and (why := self.misfit(names)):
-            raise DataError(f"{why}{self._other_delimiter(stretch[at:end])}")
+        if names and (why := misfit(names)):
+            raise DataError(f"{why}{self._other_delimiter(stretch[at:end], misfit)}")
         if not names or len(set(names)) < len(names) or not all(names):
             raise DataError(
                 f"must begin with a line of column names that differ: these do not, or are no CSV in UTF-8"
-                f"{self._other_delimiter(stretch[at:end])}"
+                f"{self._other_delimiter(stretch[at:end], misfit)}"
             )
         self.names = names
         return after
 
-    def _other_delimiter(self, header: bytes) -> str:
+    def _other_delimiter(self, header: bytes, misfit: Misfit) -> str:
         """What to do about a header that has something else between its names; empty: nothing else is there."""
         for sign, called in _DELIMITERS.items():
             other = Csv(sign)._values(header.removeprefix(_MARK))
             if sign != self.delimiter and isinstance(other, list) and len(other) > 1:
-                if not self.misfit([normal(each) for each in other]):
+                if not misfit([normal(each) for each in other]):
                     return f". With --delimiter {called} they fit"
                 if self.delimiter.encode() not in header:
                     return f". They seem to have another delimiter: --delimiter {called}"
@@ -218,70 +176,4 @@ class Csv:
         return rows[0] if rows else []
 
 
-@dataclass(slots=True)
-class StandardInput:
-    """Lines that come once, and cannot be read again.
-
-    Attributes:
-        name: under which the learner counts them.
-        form: how records are written.
-        position: field that says where a record stands; empty: they are counted on from where the learner stands.
-        file: where they come from.
-        once: what was read and is not fed is lost.
-    """
-
-    name: str
-    form: Form
-    position: str = ""
-    file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
-    once: bool = field(default=True, init=False)
-
-    def held(self, misfit: Misfit) -> StandardInput:
-        return replace(self, form=self.form.anew(misfit))
-
-    async def keep(self, position: int) -> None:
-        """What was read is gone."""
-
-    def _headed(self, rest: bytes, *, ended: bool) -> int | None:
-        try:
-            return self.form.header(rest, whole=ended)
-        except DataError as error:
-            raise DataError(f"standard input {error}") from None
-
-    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
-        numbered = Numbered(self.position, after)
-        more = _reader(self.file)
-        rest, headed, ended = b"", False, False
-        while not ended:
-            stretch = await more()
-            rest, ended = rest + stretch, not stretch
-            if not headed:
-                used = self._headed(rest, ended=ended) if rest else None
-                if used is None:
-                    continue
-                rest, headed = rest[used:], True
-            found, used = self.form.cut(rest, whole=ended)
-            if found:
-                yield [numbered.message(each.body, each.reason) for each in found]
-            rest = rest[used:]
-            if len(rest) > 2 * LONGEST:
-                raise DataError(f"a line of standard input has no end within {2 * LONGEST:,} bytes: these are no lines")
-
-
-def _reader(file: BinaryIO) -> Callable[[], Awaitable[bytes]]:
-    """What reads on, and can be given up while nothing comes; nothing: it has ended."""
-    number, loop = file.fileno(), asyncio.get_running_loop()
-    kind = os.fstat(number).st_mode
-    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(number)):  # a file, which never lets anybody wait
-        return lambda: asyncio.to_thread(os.read, number, _AT_ONCE)
-
-    async def more() -> bytes:
-        ready = asyncio.Event()
-        loop.add_reader(number, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(number)
-        return os.read(number, _AT_ONCE)
-
-    return more
+Form = JsonLines | Csv

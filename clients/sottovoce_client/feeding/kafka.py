@@ -13,10 +13,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
-from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_client.feeding.records import Message
 from sottovoce_core.errors import DataError, NotReady
 
-EMPTY = "a message without a value"
 _BATCH, _WAIT_MS, _CALL_S, _LOOK_S = 512, 500, 10.0, 5.0
 
 
@@ -80,7 +79,10 @@ class _Link(Link):
         found = list[Any]()
         for topic in sorted(described, key=lambda each: self.at.names.index(each["topic"])):
             if topic["error_code"]:
-                self._refuse(topic["topic"], self.errors.for_code(topic["error_code"]))
+                kind = self.errors.for_code(topic["error_code"])
+                if kind is self.errors.UnknownTopicOrPartitionError:
+                    raise DataError(f"{self.what} has no topic {topic['topic']}")
+                raise kind
             numbers = sorted(each["partition"] for each in topic["partitions"])
             found += [self.kafka.TopicPartition(topic["topic"], number) for number in numbers]
         self.consumer = self.kafka.AIOKafkaConsumer(
@@ -93,17 +95,6 @@ class _Link(Link):
         await self.consumer.start()
         self.consumer.assign(found)
         return [_Partition(self, each) for each in found]
-
-    def _refuse(self, topic: str, kind: type[Exception]) -> None:
-        """A topic that has no partitions to be had.
-
-        Raises:
-            DataError: there is no such topic.
-            Exception: the broker's.
-        """
-        if kind is self.errors.UnknownTopicOrPartitionError:
-            raise DataError(f"{self.what} has no topic {topic}")
-        raise kind
 
     async def asked(self, call: Any) -> Any:
         """An answer within bounds."""
@@ -146,11 +137,8 @@ class _Partition(BrokerPart):
             return after
         oldest, end = await self._bounds()
         committed = await self._link.asked(self._link.consumer.committed(self._partition))
-        begin = self._link.at.settings["from"]
-        if begin == "committed" and committed is not None:
-            return int(committed) - 1
-        after = (end if begin == "new" else oldest) - 1
-        await self._put(after)
+        after = self._from(oldest - 1, end - 1, None if committed is None else int(committed) - 1)
+        await self._commit(after)
         return after
 
     async def _bounds(self) -> tuple[int, int]:
@@ -161,12 +149,9 @@ class _Partition(BrokerPart):
 
     async def _commit(self, position: int) -> None:
         try:
-            await self._put(position)
+            await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
         except (self._link.errors.CommitFailedError, self._link.errors.UnknownMemberIdError):
             raise NotReady("the consumer group has other members: a feeder needs a ?group= of its own") from None
-
-    async def _put(self, position: int) -> None:
-        await self._link.asked(self._link.consumer.commit({self._partition: position + 1}))
 
     async def _look(self, after: int) -> int:
         """Offset behind which something can be read, in a partition that is the one it was.
@@ -187,10 +172,7 @@ class _Partition(BrokerPart):
         while asyncio.get_running_loop().time() < until:
             found = await self._link.consumer.getmany(self._partition, timeout_ms=_WAIT_MS, max_records=_BATCH)
             if records := found.get(self._partition):
-                return [
-                    Message(each.value, each.offset) if each.value else Unreadable(b"", each.offset, EMPTY)
-                    for each in records
-                ]
+                return [Message(each.value or b"", each.offset) for each in records]
         return []
 
 

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
-import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import sqlite3
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 from sottovoce_client.feeding.broker import BrokerPart, Feed, Link, Setting, Source
 from sottovoce_client.feeding.records import Message, Numbered
 from sottovoce_core.errors import DataError, NotReady
 
-EMPTY = "an empty message"
 _BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
 _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
 _TAKEN_OVER = 0x8E
 _CLOSED = "the connection was closed"
-_MAX_LINES = 4 * 65_536
-"""Maximum number of lines of a state file before it is written anew."""
 
 
-def drive(connection: Any) -> None:
+def _drive(connection: Any) -> None:
     """Have this event loop do what a client of the library's, which has connected, would do in a thread of its own.
 
     That thread waits with `select`, which knows no descriptor above 1,023: in a process with more it would do nothing.
@@ -71,7 +67,7 @@ class _Link(Link):
         ((self._host, self._port),), self._tls = at.servers, at.tls()
         self._topics, self._client, self._access = list(at.names), at.settings["client"], at.access
         state = None if at.position else at.settings["state"] or _usual_place(self._client)
-        self.noted = Unacknowledged(state, self._client)
+        self.noted = _Unacknowledged(state, self._client)
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()
         self.dropped = 0
         self._connection: Any = None
@@ -102,7 +98,8 @@ class _Link(Link):
             else:
                 arrived.put_nowait(message)
 
-        connection = self._made()
+        connection, session = self._made(), self._properties(self._packets.CONNECT)
+        session.SessionExpiryInterval, session.ReceiveMaximum = self.at.settings["session"], _RECEIVE
         connection.on_connect = lambda _c, _u, flags, reason, _p: tell(connected, (flags.session_present, reason))
         connection.on_subscribe = lambda _c, _u, _m, reasons, _p: tell(self._answered, reasons)
         connection.on_disconnect = lambda _c, _u, _f, reason, _p: lost(reason)
@@ -113,12 +110,12 @@ class _Link(Link):
             self._port,
             keepalive=_KEEPALIVE_S,
             clean_start=False,
-            properties=self._of_session(),
+            properties=session,
         )
         if connection.socket() is None:  # closed before it had said who it is
             raise ConnectionError(_CLOSED)
         self._connection = connection
-        drive(connection)
+        _drive(connection)
         async with asyncio.timeout(_CALL_S):
             present, reason = await connected
             self.require(reason)
@@ -149,11 +146,6 @@ class _Link(Link):
         if self._tls is not None:
             made.tls_set_context(self._tls)
         return made
-
-    def _of_session(self) -> Any:
-        found = self._properties(self._packets.CONNECT)
-        found.SessionExpiryInterval, found.ReceiveMaximum = self.at.settings["session"], _RECEIVE
-        return found
 
     def require(self, reason: Any) -> None:
         """That the broker has not refused.
@@ -267,7 +259,7 @@ class _Session(BrokerPart):
                 if each.mid not in self._open:
                     self._link.acknowledge(each.mid)
                 continue
-            message = self._numbered.message(each.payload, "" if each.payload else EMPTY)
+            message = self._numbered.message(each.payload)
             if each.qos:
                 self._open[each.mid] = message.position
                 self._noted.note(each.mid, digest, message.position)
@@ -284,21 +276,24 @@ def _usual_place(client: str) -> Path:
     return folder / f"{quote(client, safe='')}.mqtt"
 
 
-class Unacknowledged:
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS session (client TEXT, key TEXT, kept INTEGER)",
+    "CREATE TABLE IF NOT EXISTS messages (mid INTEGER PRIMARY KEY, digest TEXT, position INTEGER)",
+)
+"""One session, with the position up to which the learner has its messages; the last message under each packet identifier."""
+
+
+class _Unacknowledged:
     """Messages by their packet identifiers. `begin` comes first.
 
     Args:
-        path: file in which they outlast the feeder; None: they do not.
+        path: file in which they outlast the feeder, a database of SQLite's; None: they do not.
         client: whose session they are of.
     """
 
     def __init__(self, path: Path | None, client: str) -> None:
-        self._path, self._client = path, client
-        self._key = secrets.token_hex(16)
-        self._known = dict[int, tuple[str, int]]()
-        self._file: IO[str] | None = None
-        self._lock: IO[str] | None = None
-        self._lines = 0
+        self._path, self._client, self._key = path, client, b""
+        self._db: sqlite3.Connection | None = None
 
     def begin(self, after: int) -> None:
         """Go on behind a position: what is known of later ones is forgotten, for it will be fed under other positions.
@@ -307,118 +302,90 @@ class Unacknowledged:
             DataError: the file is none of ours.
             NotReady: it cannot be written, or another feeder has it.
         """
-        kept = after
         try:
-            self._locked()
-            if self._path is not None and self._path.exists():
-                kept = max(after, self._read(self._path.read_bytes()))
-            self._known = {mid: (digest, -1) for mid, (digest, at) in self._known.items() if at <= kept}
-            self._write_anew()
+            if self._db is None:
+                self._db = self._opened()
+            self._do("DELETE FROM messages WHERE position > max(?, (SELECT kept FROM session))", after)
+            self._do("UPDATE messages SET position = -1")
+            self._do("UPDATE session SET kept = -1")
+            self._db.commit()
         except OSError as error:
             raise NotReady(f"{self._path} cannot be written: {error.strerror}") from None
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                why = f"another feeder has {self._path}: each needs a ?client= and a ?state= of its own"
+                raise NotReady(why) from None
+            if error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR):
+                raise DataError(f"{self._path} is no file that a feeder has written") from None
+            raise NotReady(f"{self._path} cannot be written: {error}") from None
+
+    def _opened(self) -> sqlite3.Connection:
+        """The file, which nobody else has until this process ends."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch(0o600)
+        made = sqlite3.connect(self._path or ":memory:", timeout=0, check_same_thread=False)
+        try:
+            for each in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+                made.execute(f"PRAGMA {each}")
+            for each in _TABLES:
+                made.execute(each)
+            key = secrets.token_hex(16)
+            made.execute(
+                "INSERT INTO session SELECT ?, ?, -1 WHERE NOT EXISTS (SELECT 1 FROM session)", (self._client, key)
+            )
+            made.commit()
+            client, key = made.execute("SELECT client, key FROM session").fetchone()
+            if client != self._client:
+                raise DataError(f"{self._path} is of client {client!r}, and this is {self._client!r}")
+        except BaseException:
+            made.close()
+            raise
+        self._key = bytes.fromhex(key)
+        return made
+
+    def _do(self, statement: str, *values: int | str) -> list[Any]:
+        assert self._db is not None  # noqa: S101 - it has begun
+        return self._db.execute(statement, values).fetchall()
 
     def digest(self, topic: str, body: bytes) -> str:
         """Of a message, which tells nothing of it without the file."""
-        made = hashlib.blake2b(body, digest_size=16, key=bytes.fromhex(self._key), person=b"mqtt")
+        made = hashlib.blake2b(body, digest_size=16, key=self._key, person=b"mqtt")
         made.update(topic.encode())
         return made.hexdigest()
 
     @property
     def any(self) -> bool:
         """Whether messages are known at all."""
-        return bool(self._known)
+        return bool(self._do("SELECT 1 FROM messages LIMIT 1"))
 
     def is_known(self, mid: int, digest: str) -> bool:
         """Whether a message was the last one under its identifier."""
-        return self._known.get(mid, ("", 0))[0] == digest
+        return bool(self._do("SELECT 1 FROM messages WHERE mid = ? AND digest = ?", mid, digest))
 
     def note(self, mid: int, digest: str, position: int) -> None:
         """A message that will be fed; `flush` before that."""
-        self._known[mid] = digest, position
-        self._put([mid, digest, position])
+        self._do("REPLACE INTO messages VALUES (?, ?, ?)", mid, digest, position)
 
     def keep(self, position: int) -> None:
         """Everything up to a position is kept."""
-        self._put([position])
+        self._do("UPDATE session SET kept = max(kept, ?)", position)
 
     def forget(self) -> None:
         """The broker has: identifiers begin anew."""
-        self._known.clear()
-        self._put([])
+        self._do("DELETE FROM messages")
 
     async def flush(self) -> None:
         """What was noted outlasts a loss of power."""
-        if self._file is not None:
-            if self._lines > _MAX_LINES:
-                self._write_anew()
-            self._file.flush()
-            await asyncio.to_thread(os.fsync, self._file.fileno())
+        if self._db is not None:
+            await asyncio.to_thread(self._db.commit)
 
     def close(self) -> None:
         """Nothing is noted any more."""
-        for file in (self._file, self._lock):
-            if file is not None:
-                file.close()
-        self._file = self._lock = None
-
-    # ---- the file: a header, then a line for each note ---------------------------------------------------------------
-
-    def _put(self, entry: list[int | str] | Mapping[str, str]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._lines += 1
-
-    def _read(self, content: bytes) -> int:
-        """What is known; returns the position up to which it was kept."""
-        kept = -1
-        try:
-            header, *lines = [
-                json.loads(line) for line in content.decode().splitlines(keepends=True) if line.endswith("\n")
-            ]
-            if header["client"] != self._client:
-                raise DataError(f"{self._path} is of client {header['client']!r}, and this is {self._client!r}")
-            self._key = str(header["key"])
-            for line in lines:
-                if not line:
-                    self._known.clear()
-                elif len(line) == 1:
-                    kept = max(kept, int(line[0]))
-                else:
-                    self._known[int(line[0])] = str(line[1]), int(line[2])
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise DataError(f"{self._path} is no file that a feeder has written") from None
-        return kept
-
-    def _locked(self) -> None:
-        """Nobody else has the file, until this process ends."""
-        if self._path is not None and self._lock is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = self._path.with_name(self._path.name + ".lock").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                lock.close()
-                if not isinstance(error, BlockingIOError):
-                    raise
-                raise NotReady(
-                    f"another feeder has {self._path}: each needs a ?client= and a ?state= of its own"
-                ) from None
-            self._lock = lock
-
-    def _write_anew(self) -> None:
-        if self._path is None:
-            return
-        if self._file is not None:
-            self._file.close()
-        new = self._path.with_name(self._path.name + ".new")
-        self._file = open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w", encoding="utf-8")  # noqa: SIM115
-        self._put({"client": self._client, "key": self._key})
-        for mid, (digest, position) in self._known.items():
-            self._put([mid, digest, position])
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        new.replace(self._path)
-        self._lines = 0
+        if self._db is not None:
+            self._db.commit()
+            self._db.close()
+        self._db = None
 
 
 MQTT = Feed(

@@ -17,11 +17,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source
-from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_client.feeding.records import Message
 from sottovoce_core.errors import DataError, SpecError
 
-BUCKET, EMPTY = "sottovoce", "an empty message"
-"""Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""
+BUCKET = "sottovoce"
+"""Of the bookmarks: how far each feeder's learner is, beyond a run."""
 _BATCH, _FETCH_S, _CALL_S, _UNUSED_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
 _PING_S, _CLOSE_S = 10, 1.0
 _NO_SUBJECT = 10093
@@ -179,10 +179,9 @@ class _Stream(BrokerPart):
         if after >= 0 and bookmark is not None and not same:
             raise self._anew(f"the learner has its message {after}, of one that was made at another time")
         if after < 0:
-            oldest = max(0, info["state"]["first_seq"] - 1)
-            committed = bookmark[0] if bookmark is not None and same else oldest
-            begins = {"committed": committed, "start": oldest, "new": info["state"]["last_seq"]}
-            after = begins[self._link.at.settings["from"]]
+            state = info["state"]
+            committed = bookmark[0] if bookmark is not None and same else None
+            after = self._from(max(0, state["first_seq"] - 1), state["last_seq"], committed)
         if not same:
             await self._commit(after)
         return after
@@ -245,7 +244,7 @@ class _Stream(BrokerPart):
             if missing and not self._subject:
                 self._gone.add(missing)
             after = place.stream
-            messages.append(Message(each.data, after) if each.data else Unreadable(b"", after, EMPTY))
+            messages.append(Message(each.data, after))
         return messages, count
 
     # ---- the bookmark ------------------------------------------------------------------------------------------------

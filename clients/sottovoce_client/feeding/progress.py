@@ -9,8 +9,7 @@ import asyncio
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,68 +26,37 @@ from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
 from sottovoce_rpc.tasks import beside
 
 log = structlog.get_logger()
-LIVE_S, LOG_S = 0.25, 10.0
-MOST_REASONS = 8
+_LIVE_S, _LOG_S = 0.25, 10.0
+_MOST_REASONS = 8
 
 
 @dataclass(slots=True)
-class Tally:
-    """Of one source, since this feeder began.
+class Account:
+    """Counts of a feeder, since it began.
 
     Attributes:
-        source: under which the learner counts its records.
+        sources: names under which the learner counts its records.
         fed: records that the learner has in keeping.
         again: messages that came a second time, and were passed over.
         waiting: messages that were read and are neither fed nor refused yet.
         refused: messages that are no records of the run, by reason.
         written: how many of those were in the dead-letter file before.
-    """
-
-    source: str
-    fed: int = 0
-    again: int = 0
-    waiting: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    written: int = 0
-
-
-@dataclass(slots=True)
-class Account:
-    """Of all sources of a feeder.
-
-    Attributes:
-        tallies: one for each source.
         run_id: that is fed; empty: no learner has been reached yet.
         status: of the learner, when it was last asked; None: it does not answer.
         awaited: what must be there before anything is fed.
         kept: what becomes of refused messages, as "written to a file"; empty: they are dropped.
     """
 
-    tallies: list[Tally] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    fed: int = 0
+    again: int = 0
+    waiting: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    written: int = 0
     run_id: str = ""
     awaited: str = "the learner to be in a run"
     status: LearnerStatus | None = None
     kept: str = ""
-
-    @property
-    def fed(self) -> int:
-        """Records that the learner has in keeping."""
-        return sum(each.fed for each in self.tallies)
-
-    @property
-    def again(self) -> int:
-        """Messages that came a second time."""
-        return sum(each.again for each in self.tallies)
-
-    @property
-    def waiting(self) -> int:
-        """Messages that were read, and are on their way."""
-        return sum(each.waiting for each in self.tallies)
-
-    @property
-    def refused(self) -> Counter[str]:
-        """By reason."""
-        return sum((each.refused for each in self.tallies), Counter())
 
     @property
     def dropped(self) -> int:
@@ -100,56 +68,35 @@ Work = Callable[[Account, asyncio.Event], Coroutine[Any, Any, None]]
 """Feeds, and counts in the account, until it is done or the event is set."""
 
 
-class _Speed:
-    """Records per second over the last looks."""
+async def _show(account: Account, console: Console) -> None:
+    """Show it until it is cancelled: a display on a terminal, else a line of the log every so often."""
+    looks = deque([(time.monotonic(), account.fed)], maxlen=20)
 
-    def __init__(self) -> None:
-        self._looks: deque[tuple[float, int]] = deque(maxlen=20)
-
-    def look(self, fed: int) -> float:
-        """How fast it is, when so many were fed by now."""
-        self._looks.append((time.monotonic(), fed))
-        (since, before), (now, done) = self._looks[0], self._looks[-1]
+    def speed() -> float:
+        """Records per second over the last looks."""
+        looks.append((time.monotonic(), account.fed))
+        (since, before), (now, done) = looks[0], looks[-1]
         return (done - before) / (now - since) if now > since else 0.0
 
-
-@asynccontextmanager
-async def _shown(account: Account, console: Console) -> AsyncIterator[None]:
-    """Show it while the block lasts: a display on a terminal, else a line of the log every so often."""
     if not console.is_terminal:
-        async with beside(_log(account)):
-            yield
-        return
+        while True:
+            await asyncio.sleep(_LOG_S)
+            say = log.warning if account.dropped else log.info
+            say("feeding", records_per_second=round(speed(), 1), **_facts_of(account))
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        async with beside(_display(account, live)):
-            yield
+        while True:
+            live.update(_picture(account, speed()), refresh=True)
+            await asyncio.sleep(_LIVE_S)
 
 
-async def _display(account: Account, live: Live) -> None:
-    speed = _Speed()
-    while True:
-        live.update(picture(account, speed.look(account.fed)), refresh=True)
-        await asyncio.sleep(LIVE_S)
-
-
-async def _log(account: Account) -> None:
-    speed = _Speed()
-    speed.look(0)
-    while True:
-        await asyncio.sleep(LOG_S)
-        facts = facts_of(account)
-        tell = log.warning if account.dropped else log.info
-        tell("feeding", records_per_second=round(speed.look(account.fed), 1), **facts)
-
-
-def facts_of(account: Account) -> dict[str, object]:
+def _facts_of(account: Account) -> dict[str, object]:
     """For a log."""
     facts: dict[str, object] = {
         "run": account.run_id,
         "fed": account.fed,
         "waiting": account.waiting,
         "again": account.again,
-        "refused": dict(account.refused.most_common(MOST_REASONS)),
+        "refused": dict(account.refused.most_common(_MOST_REASONS)),
         "dropped": account.dropped,
     }
     if (status := account.status) is not None:
@@ -158,7 +105,7 @@ def facts_of(account: Account) -> dict[str, object]:
     return facts
 
 
-def picture(account: Account, speed: float) -> RenderableType:
+def _picture(account: Account, speed: float) -> RenderableType:
     """For a terminal: two lines, and one for each reason."""
     if not account.run_id:
         return Text(f"waiting for {account.awaited}", style="cyan")
@@ -181,33 +128,28 @@ def _learner_line(account: Account) -> Text:
 
 def _reasons(account: Account) -> Iterator[Text]:
     """Why messages were refused, the commonest first, and what became of them."""
-    refused: Counter[str] = account.refused
+    refused = account.refused
     if not refused:
         return
     if account.kept:
         yield Text(f"{plural(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
     else:
         yield Text(f"{plural(refused.total(), 'message')} refused and DROPPED:", style="bold red")
-    for reason, times in refused.most_common(MOST_REASONS):
+    for reason, times in refused.most_common(_MOST_REASONS):
         yield Text(f"  {count(times)}  {reason}")
-    if len(refused) > MOST_REASONS:
-        yield Text(f"  … {plural(len(refused) - MOST_REASONS, 'other reason')}")
-
-
-def _print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
-    """What feeding came to; where it failed, an error says why."""
-    for line in _summary(account, seconds, failed=failed):
-        console.print(line, soft_wrap=True)
+    if len(refused) > _MOST_REASONS:
+        yield Text(f"  … {plural(len(refused) - _MOST_REASONS, 'other reason')}")
 
 
 def _summary(account: Account, seconds: float, *, failed: bool = False) -> Iterator[Text]:
+    """What feeding came to; where it failed, an error says why."""
     if not account.run_id:
         stop = "" if account.awaited.endswith("?") else "."
         told = f"Nothing was fed: told to end while it waited for {account.awaited}{stop}"
         yield Text("Nothing was fed." if failed else told)
         return
     speed = number(account.fed / seconds if seconds else 0.0, 3)
-    fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")
+    fed, sources = plural(account.fed, "record"), plural(len(account.sources), "source")
     yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
     if (status := account.status) is not None and status.records_waiting:
         waiting, verb = plural(status.records_waiting, "record"), "waits" if status.records_waiting == 1 else "wait"
@@ -219,8 +161,8 @@ def _summary(account: Account, seconds: float, *, failed: bool = False) -> Itera
     yield from _reasons(account)
     if account.dropped:
         yield Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
-    elif written := sum(each.written for each in account.tallies):
-        yield Text(f"{count(written)} of them had been written before.")
+    elif account.written:
+        yield Text(f"{count(account.written)} of them had been written before.")
     if account.waiting:
         yield Text(
             f"{plural(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.", style="yellow"
@@ -270,15 +212,16 @@ async def _conducted(work: Work) -> int:
         loop.add_signal_handler(each, tell)
     failed = True  # in a line that follows
     try:
-        async with _shown(account, console):
+        async with beside(_show(account, console)):
             await work(account, stop)
         failed = False
     except asyncio.CancelledError:
         return 130
     finally:
-        _print_summary(account, time.monotonic() - begun, console, failed=failed)
+        for line in _summary(account, time.monotonic() - begun, failed=failed):
+            console.print(line, soft_wrap=True)
         if not failed:
-            terminal.tell(lambda: facts_of(account))
+            terminal.tell(lambda: _facts_of(account))
         if not console.is_terminal and account.run_id:
-            log.info("fed", **facts_of(account))
+            log.info("fed", **_facts_of(account))
     return 1 if account.dropped else 0

@@ -8,19 +8,22 @@ record that the learner has: it passes over what came twice, and a message that 
 from __future__ import annotations
 
 import asyncio
+import base64
+import fcntl
+import json
 import math
+import os
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import structlog
 
-from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
-from sottovoce_client.feeding.progress import Account, Tally, Work
-from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Sifted, Tabular, map_of
+from sottovoce_client.feeding.progress import Account, Work
+from sottovoce_client.feeding.records import Fields, Message, Part, Sieve, Tabular, map_of
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
@@ -63,20 +66,7 @@ class Target:
             account.awaited = f"{awaited}: {why}"
             log.warning("waiting for the learner", at=self.address, why=why)
 
-        return connect_learner(
-            self.address,
-            source=source,
-            name=self.name,
-            identity=self.identity,
-            insecure=self.insecure,
-            patience_s=self.patience_s,
-            allow_imports=self.allow_imports,
-            tell=waits,
-        )
-
-    def source_of(self, part: Part) -> str:
-        """Under which the learner counts a part."""
-        return f"{self.source}/{part.name}" if self.source else part.name
+        return connect_learner(**asdict(replace(self, source=source)), tell=waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ class Terms:
             SpecError: a map does not fit its records.
         """
         schema = learner.spec.data.schema
-        fields = Fields.of(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
+        fields = Fields(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
         return Sieve(learner.records, fields)
 
 
@@ -127,7 +117,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         Unavailable: the learner, or a source, was away for too long.
         OSError: dead letters cannot be written.
     """
-    sources = [target.source_of(part) for part in parts]
+    sources = [f"{target.source}/{part.name}" if target.source else part.name for part in parts]
     if twice := [source for source, times in Counter(sources).items() if times > 1]:
         raise SpecError(
             f"sources must differ in name, and two are called {twice[0]!r}: feed one of them under another --source"
@@ -136,7 +126,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         raise SpecError(f"one feeder takes at most {MOST_PARTS} sources, got {len(parts)}: start several")
     account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
     async with AsyncExitStack() as stack:
-        dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
+        dead = None if terms.dead_letters is None else stack.enter_context(_dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()
         for source in sources:
             learner = await unless(stop, stack.enter_async_context(target.connect(source, account)))
@@ -147,14 +137,14 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
             return
         sieve = terms.sieve(learners[0])
         account.run_id = learners[0].run_id
-        account.tallies = [Tally(source) for source in sources]
-        parts = [part.held(sieve.fields.misfit) if isinstance(part, Tabular) else part for part in parts]
-        pumps = [
-            _Pump(part, learner, sieve, dead, tally)
-            for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
-        ]
+        account.sources |= set(sources)
+        for part in parts:
+            if isinstance(part, Tabular):
+                part.misfit = sieve.fields.misfit
         once = any(getattr(part, "once", False) for part in parts)
-        works = [pump.run(stop) for pump in pumps]
+        works = [
+            _Pump(part, learner, sieve, dead, account).run(stop) for part, learner in zip(parts, learners, strict=True)
+        ]
         await _all(
             works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
         )
@@ -266,17 +256,17 @@ class _Pump:
         learner: connected for the part's source.
         sieve: tells what is a record.
         dead: takes what is none; None: that is dropped.
-        tally: counts.
+        account: counts.
     """
 
     def __init__(
-        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: DeadLetters | None, tally: Tally
+        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: _DeadLetters | None, account: Account
     ) -> None:
-        self._part, self._learner, self._sieve, self._dead, self._tally = part, learner, sieve, dead, tally
+        self._part, self._learner, self._sieve, self._dead, self._account = part, learner, sieve, dead, account
         self._read: deque[Message] = deque()
         self._more, self._room = asyncio.Event(), asyncio.Event()
-        self._written = Counter[Letter]()
         self._last = learner.position
+        self._reasons = Counter[str]()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until the part ends or it is told to stop; what was read by then is fed.
@@ -284,8 +274,6 @@ class _Pump:
         Raises:
             SottovoceError, OSError: as `feed`.
         """
-        if self._dead is not None:
-            self._written = await self._dead.written(self._learner.run_id, self._learner.source)
         async with Tasks() as tasks:
             reading = tasks.start(self._read_on(self._learner.position))
             reading.add_done_callback(lambda _: self._more.set())
@@ -306,7 +294,7 @@ class _Pump:
         try:
             async for each in messages:
                 self._read.extend(each)
-                self._tally.waiting += len(each)
+                self._account.waiting += len(each)
                 self._more.set()
                 while len(self._read) >= WAITING:
                     self._room.clear()
@@ -319,12 +307,19 @@ class _Pump:
         """Messages to where they belong; then the source may forget them."""
         self._room.set()
         sifted = self._sieve.sift(messages, self._last)
-        self._last, self._tally.again = sifted.last, self._tally.again + sifted.again
-        await self._bury(sifted)
+        self._last, self._account.again = sifted.last, self._account.again + sifted.again
+        await self._bury([(messages[place], why) for place, why in sifted.refused.items()])
         if sifted.fitting is not None:
             records, positions = sifted.fitting
-            self._tally.fed += await self._learner.feed(records, positions=positions)
-        self._tally.waiting -= len(messages)
+            fed = await self._learner.feed(records, positions=positions)
+            self._account.fed += fed  # others count meanwhile
+        elif self._hopeless and self._reasons.total() >= HOPELESS:
+            ((reason, _),) = self._reasons.most_common(1)
+            raise DataError(
+                f"none of the first {self._reasons.total()} messages of {self._learner.source} is a record of this run, mostly "
+                f"because of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
+            )
+        self._account.waiting -= len(messages)
         if not self._hopeless:  # where all came again, too: a broker waits for its receipt
             await self._part.keep(self._last)
 
@@ -333,29 +328,138 @@ class _Pump:
         """Nothing was a record so far, and all would be dropped: the source keeps it, for the map may be wrong."""
         return self._dead is None and self._learner.position < 0
 
-    async def _bury(self, sifted: Sifted) -> None:
-        """What is no record.
+    async def _bury(self, refused: Sequence[tuple[Message, str]]) -> None:
+        """What is no record, counted, and written down where there is a file."""
+        reasons = [reason for _, reason in refused]
+        self._reasons.update(reasons)
+        self._account.refused.update(reasons)
+        if self._dead is not None and refused:
+            run_id, source = self._learner.run_id, self._learner.source
+            written = await self._dead.write(run_id, source, refused)
+            self._account.written += written
 
-        Raises:
-            DataError: nothing was one so far, and all would be dropped.
+
+# ---- dead letters ------------------------------------------------------------------------------------------------------
+
+
+class _DeadLetters:
+    """Messages that are no records, kept for whoever mends them, in a file that is its user's alone.
+
+    Its lines are JSON: `run`, `source`, `position`, `reason`, `message`. `_dead_letters` opens one.
+
+    Args:
+        file: open for reading and appending.
+        path: what errors call it.
+
+    Raises:
+        DataError: a line of it is none of ours.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._turn = file, asyncio.Lock()
+        self._before = Counter[tuple[str, str, int, int]]()
+        """What earlier feeders have written, as often as they have: a position alone does not tell a message from another."""
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                self._before[_known_by(**json.loads(line))] += 1
+            except (ValueError, TypeError, RecursionError):
+                raise DataError(f"{path} has a line {number} that no feeder wrote: take another file") from None
+
+    async def write(self, run_id: str, source: str, refused: Sequence[tuple[Message, str]]) -> int:
+        """Add messages, and come back when they are on the disk; OSError: they are not.
+
+        Args:
+            run_id: of the run.
+            source: that they came from.
+            refused: each with its reason.
+
+        Returns:
+            How many a feeder before this one had written; they are not written again.
         """
-        refused = self._tally.refused
-        refused.update(reason for _, reason in sifted.refused)
-        if self._dead is not None:
-            new = [each for each in sifted.refused if not self._was_written(each[0])]
-            if new:
-                await self._dead.write(self._learner.run_id, self._learner.source, new)
-        elif self._hopeless and sifted.fitting is None and refused.total() >= HOPELESS:
-            ((reason, _),) = refused.most_common(1)
-            raise DataError(
-                f"none of the first {refused.total()} messages of {self._learner.source} is a record of this run, mostly because "
-                f"of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
-            )
+        lines = list[bytes]()
+        for message, reason in refused:
+            letter = {
+                "run": run_id,
+                "source": source,
+                "position": message.position,
+                "reason": reason,
+                "message": _as_json(message.body),
+            }
+            if self._before[known := _known_by(**letter)] > 0:
+                self._before[known] -= 1
+            else:
+                lines.append(f"{json.dumps(letter)}\n".encode())
+        if lines:
+            async with self._turn:
+                await asyncio.to_thread(self._append, b"".join(lines))
+        return len(refused) - len(lines)
 
-    def _was_written(self, message: Message) -> bool:
-        """By a feeder before this one."""
-        if not self._written or self._written[letter := letter_of(message)] <= 0:
-            return False
-        self._written[letter] -= 1
-        self._tally.written += 1
-        return True
+    def _append(self, lines: bytes) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def _dead_letters(path: Path) -> Iterator[_DeadLetters]:
+    """A file for dead letters, made where it is not there: nobody else may read it, and no other feeder writes to it meanwhile.
+
+    Half a line at its end, of a feeder that died, is cut off: its message has not been passed.
+
+    Raises:
+        NotReady: another feeder writes to it, or it cannot be written to.
+        DataError: it holds something else.
+    """
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        where = f": there is no folder {path.parent.absolute()}" if not path.parent.exists() else f": {error.strerror}"
+        raise NotReady(f"dead letters cannot be written to {path}{where}") from None
+    with os.fdopen(number, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NotReady(f"another feeder writes dead letters to {path}: stop it, or take another file") from None
+        os.fchmod(number, 0o600)
+        os.truncate(number, _whole(file))
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        yield _DeadLetters(file, path)
+
+
+def _whole(file: BinaryIO) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 65_536)
+        file.seek(begin)
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def _known_by(run: str, source: str, position: int, message: Any, reason: str) -> tuple[str, str, int, int]:
+    """What tells a letter from others in this process."""
+    return run, source, position, hash(json.dumps(message))
+
+
+def _as_json(value: Any) -> Any:
+    """What came, as JSON has it: text of bytes that are text, text of what JSON has no word for."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from sottovoce_core.arrays import BoolArray
 from sottovoce_core.data.cells import normal
 from sottovoce_core.data.encoding import UNDECLARED, Encoded
 from sottovoce_core.data.files import misfit
@@ -19,6 +18,7 @@ from sottovoce_core.errors import SpecError
 
 NO_POSITION = "its position: not a whole number above the one before it"
 NO_OBJECT, TWICE, NOT_UTF8 = "not a JSON object", "a field that is there twice", "not UTF-8"
+EMPTY = "an empty message"
 WITHOUT_SCHEMA = ("features", "label")
 """Fields of a record in a run without a schema: a list of numbers, and a number."""
 NO_NUMBERS = "features and label: not a list of as many numbers as the run has features, and a number"
@@ -31,25 +31,21 @@ class Message:
     Attributes:
         body: fields and their values, or the bytes of a JSON object.
         position: where it stands in its part, 0 or above.
+        reason: why it cannot be read, in words that quote nothing of it; empty: it can.
     """
 
     body: Mapping[str, Any] | bytes
     position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable(Message):
-    """What stands where a record should, and is none.
-
-    Attributes:
-        reason: why, in words that quote nothing of it.
-    """
-
-    reason: str
+    reason: str = ""
 
 
 Misfit = Callable[[Sequence[str]], str]
 """Why names of columns are not those of a run's records; empty: they are."""
+
+
+def anything(names: Sequence[str]) -> str:
+    """Columns may be any."""
+    return ""
 
 
 class Part(Protocol):
@@ -81,11 +77,13 @@ class Part(Protocol):
 
 @runtime_checkable
 class Tabular(Protocol):
-    """A part whose messages all have the same fields, its columns: they are known before the first message."""
+    """A part whose messages all have the same fields, its columns: they are known before the first message.
 
-    def held(self, misfit: Misfit) -> Self:
-        """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
-        ...
+    Attributes:
+        misfit: says why columns are not those of records; `read` raises that as a `DataError`.
+    """
+
+    misfit: Misfit
 
 
 class Unfit(Exception):
@@ -105,42 +103,22 @@ def map_of(text: str) -> tuple[str, tuple[str, ...]]:
     return normal(name), steps
 
 
-@dataclass(frozen=True, slots=True)
 class Fields:
-    """Which field of a record stands where in a message. `Fields.of` makes one.
+    """Which field of a record stands where in a message.
 
-    Attributes:
-        paths: of fields that a map names, each to the names that lead there.
-        known: fields that may stand in a message under their own names.
-        ignore_unknown: leave out all others, in place of refusing the message.
+    Args:
+        schema: of the run; None: a record is a list of `features` and a `label`.
+        maps: `FIELD=PATH`, where a path's names have dots between them.
+        ignore_unknown: leave out fields that nobody knows, in place of refusing the message.
         position: field that says where a message stands in its source, and is no field of the record; empty: there is none.
-        own: fields of a record.
+
+    Raises:
+        SpecError: a map is none, names a field that records do not have, or one twice.
     """
 
-    paths: Mapping[str, tuple[str, ...]]
-    known: frozenset[str]
-    ignore_unknown: bool = False
-    position: str = ""
-    own: tuple[str, ...] = ()
-    _places: Mapping[tuple[str, ...], list[str]] = field(default_factory=dict, repr=False)
-    """Fields that a map names, by where they may stand: nested, or under the whole path as a name."""
-    _reached: frozenset[tuple[str, ...]] = field(default=frozenset(), repr=False)
-    """Objects into which a map leads."""
-
-    @classmethod
-    def of(
-        cls, schema: Schema | None, maps: Iterable[str] = (), *, ignore_unknown: bool = False, position: str = ""
-    ) -> Fields:
-        """Fields of a run's records.
-
-        Args:
-            schema: of the run; None: a record is a list of `features` and a `label`.
-            maps: `FIELD=PATH`, where a path's names have dots between them.
-            ignore_unknown, position: as the attributes.
-
-        Raises:
-            SpecError: a map is none, names a field that records do not have, or one twice.
-        """
+    def __init__(
+        self, schema: Schema | None, maps: Iterable[str] = (), *, ignore_unknown: bool = False, position: str = ""
+    ) -> None:
         own: tuple[str, ...] = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
         paths = dict[str, tuple[str, ...]]()
         for each in maps:
@@ -152,25 +130,27 @@ class Fields:
             if name in paths:
                 raise SpecError(f"--map says twice where {name!r} is: once is enough")
             paths[name] = steps
-        places = dict[tuple[str, ...], list[str]]()
+        self._own, self._paths, self._ignore_unknown, self._position = own, paths, ignore_unknown, normal(position)
+        self._known = frozenset((*own, *(() if schema is None else schema.ignored))) - paths.keys()
+        """Fields that may stand in a message under their own names."""
+        self._places = dict[tuple[str, ...], list[str]]()
+        """Fields that a map names, by where they may stand: nested, or under the whole path as a name."""
         for name, steps in paths.items():
             for place in {steps, (".".join(steps),)}:
-                places.setdefault(place, []).append(name)
-        ignored = () if schema is None else schema.ignored
-        reached = frozenset(steps[:n] for steps in paths.values() for n in range(1, len(steps)))
-        known = frozenset((*own, *ignored)) - paths.keys()
-        return cls(paths, known, ignore_unknown, normal(position), own, places, reached)
+                self._places.setdefault(place, []).append(name)
+        self._reached = {steps[:n] for steps in paths.values() for n in range(1, len(steps))}
+        """Objects into which a map leads."""
 
     def misfit(self, columns: Sequence[str]) -> str:
         """Why messages with these columns, by their names as they are compared, are no records; empty: they may be."""
         there = set(columns)
-        places = {name: {name} for name in self.own if name not in self.paths}
-        for name, steps in self.paths.items():  # a column of the whole path, or an object that has the field
+        places = {name: {name} for name in self._own if name not in self._paths}
+        for name, steps in self._paths.items():  # a column of the whole path, or an object that has the field
             places[f"{name}={'.'.join(steps)}"] = {".".join(steps), steps[0]}
         wanted = {name: bool(there & here) for name, here in places.items()}
-        if self.own == WITHOUT_SCHEMA and not all(wanted.values()):
+        if self._own == WITHOUT_SCHEMA and not all(wanted.values()):
             return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
-        allowed = {*self.known, self.position}.union(*places.values(), there if self.ignore_unknown else ())
+        allowed = {*self._known, self._position}.union(*places.values(), there if self._ignore_unknown else ())
         return misfit(
             there, wanted, allowed, "--map FIELD=COLUMN says where a field stands, --ignore-unknown leaves others out"
         )
@@ -182,7 +162,7 @@ class Fields:
             Unfit: it is no object, or has a field that nobody knows, or one twice.
         """
         message = _object_of(body) if isinstance(body, bytes) else body
-        if not (self.paths or self.ignore_unknown or self.position):
+        if not (self._paths or self._ignore_unknown or self._position):
             return message  # the schema's encoder says the same of it, faster
         found = dict[str, Any]()
         self._take(message, (), found)
@@ -196,16 +176,16 @@ class Fields:
             into = here in self._reached and isinstance(value, Mapping | None)
             if into and value is not None:
                 self._take(value, here, found)
-            if not names and not at and here[0] in self.known:
+            if not names and not at and here[0] in self._known:
                 names = list(here)
             if found.keys() & set(names):
                 raise Unfit(TWICE)
-            if not (names or into or self.ignore_unknown or here == (self.position,)):
+            if not (names or into or self._ignore_unknown or here == (self._position,)):
                 raise Unfit(UNDECLARED)
             found |= dict.fromkeys(names, value)
 
 
-def whole_number(record: Mapping[str, Any], name: str) -> int | None:
+def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
     """What a field says, as a number or its digits; None: it says no position."""
     value = next((value for given, value in record.items() if normal(given) == name), None)
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
@@ -241,15 +221,15 @@ class Numbered:
         """
         if not self.field:
             self.last += 1
-            return Unreadable(body, self.last, reason) if reason else Message(body, self.last)
+            return Message(body, self.last, reason)
         position = None
         if not reason:
             try:
-                position = whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
+                position = _whole_number(_object_of(body) if isinstance(body, bytes) else body, self.field)
             except Unfit as why:
                 reason = str(why)
         if position is None or (self.rising and position <= self.last):
-            return Unreadable(body, self.last, reason or NO_POSITION)
+            return Message(body, self.last, reason or NO_POSITION)
         self.last = max(self.last, position)
         return Message(body, position)
 
@@ -272,6 +252,8 @@ def json_of(body: bytes) -> Any:
     Raises:
         Unfit: it is none, or an object in it has a name twice.
     """
+    if not body:
+        raise Unfit(EMPTY)
     try:
         return json.loads(body.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError:
@@ -288,18 +270,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
+class _Sifted:
     """What came of some messages.
 
     Attributes:
         fitting: records that can be learned, and the positions of those; None: there is none.
-        refused: messages that cannot, each with a reason that quotes nothing of it.
+        refused: messages that cannot, by their place among all, each with a reason that quotes nothing of it.
         again: how many came a second time, and are passed over.
         last: the highest position so far.
     """
 
     fitting: tuple[Encoded, list[int]] | None
-    refused: Sequence[tuple[Message, str]]
+    refused: Mapping[int, str]
     again: int
     last: int
 
@@ -316,61 +298,55 @@ class Sieve:
     records: LiveRecords
     fields: Fields
 
-    def sift(self, messages: Sequence[Message], after: int) -> Sifted:
+    def sift(self, messages: Sequence[Message], after: int) -> _Sifted:
         """Tell records from what is none.
 
         Args:
             messages: in their order.
             after: the highest position so far; a message at or below it came before.
         """
-        readable, found, refused, again = list[Message](), list[Mapping[str, Any]](), list[tuple[Message, str]](), 0
-        for message in messages:
-            if isinstance(message, Unreadable):
-                refused.append((message, message.reason))
+        records, refused, again = dict[int, Mapping[str, Any]](), dict[int, str](), 0
+        for place, message in enumerate(messages):
+            if message.reason:
+                refused[place] = message.reason
             elif message.position <= after:
                 again += 1
             else:
                 try:
-                    found.append(self.fields.record(message.body))
-                    readable.append(message)
+                    records[place] = self._record(message)
                 except Unfit as why:
-                    refused.append((message, str(why)))
+                    refused[place] = str(why)
             after = max(after, message.position)
         fitting = None
-        if found:
-            encoded, reasons = self.encode(found)
-            refused += [(readable[row], why) for row, why in reasons.items()]
+        if records:
+            encoded = self._encode(list(records.values()))
+            refused |= {place: encoded.refused[row] for row, place in enumerate(records) if row in encoded.refused}
             if len(encoded.labels):
-                fits = [message.position for row, message in enumerate(readable) if row not in reasons]
-                fitting = (encoded, fits)
-        refused.sort(key=lambda each: each[0].position)
-        return Sifted(fitting, refused, again, after)
+                fitting = (encoded, [messages[place].position for place in records if place not in refused])
+        return _Sifted(fitting, dict(sorted(refused.items())), again, after)
 
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> tuple[Encoded, Mapping[int, str]]:
-        """Records by their fields, as they are learned, and why some are not, by their place among all."""
+    def _record(self, message: Message) -> Mapping[str, Any]:
+        """A message's record.
+
+        Raises:
+            Unfit: it has none.
+        """
+        record = self.fields.record(message.body)
+        if self.records.encoder is None:
+            features, label = record.get("features"), record.get("label")
+            whole = isinstance(features, list) and len(features) == self.records.data.features
+            if not (
+                whole and record.keys() == set(WITHOUT_SCHEMA) and all(map(_is_number, [*(features or ()), label]))
+            ):
+                raise Unfit(NO_NUMBERS)
+        return record
+
+    def _encode(self, records: Sequence[Mapping[str, Any]]) -> Encoded:
+        """Records as they are learned; `Encoded.refused` has what does not fit."""
         if self.records.encoder is not None:
-            encoded = self.records.encode(records)
-            return encoded, encoded.refused
-        width = self.records.data.features or 0
-        wellformed = np.array([_numbers(record, width) for record in records], dtype=bool)
-        rows = [record for record, fine in zip(records, wellformed, strict=True) if fine]
-        features = np.array([record["features"] for record in rows], dtype=np.float64).reshape(len(rows), width)
-        encoded = self.records.encode(features, [record["label"] for record in rows])
-        return encoded, _all_reasons(wellformed, encoded.refused)
-
-
-def _all_reasons(wellformed: BoolArray, refused: Mapping[int, str]) -> dict[int, str]:
-    """By place among all, where `refused` counts those that are well formed alone."""
-    reasons = dict.fromkeys(np.flatnonzero(~wellformed).tolist(), NO_NUMBERS)
-    places = np.flatnonzero(wellformed)
-    return dict(sorted((reasons | {int(places[row]): why for row, why in refused.items()}).items()))
-
-
-def _numbers(record: Mapping[str, Any], width: int) -> bool:
-    """Whether this is a record of a run without a schema."""
-    features, label = record.get("features"), record.get("label")
-    whole = isinstance(features, list) and len(features) == width and record.keys() == set(WITHOUT_SCHEMA)
-    return whole and all(map(_is_number, [*(features or ()), label]))
+            return self.records.encode(records)
+        features = np.array([record["features"] for record in records], dtype=np.float64)
+        return self.records.encode(features, [record["label"] for record in records])
 
 
 def _is_number(value: Any) -> bool:

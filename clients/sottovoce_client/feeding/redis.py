@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from sottovoce_client.feeding.broker import FROM, GROUP, BrokerPart, Feed, Link, Setting, Source, why_of
-from sottovoce_client.feeding.records import Message, Unreadable
+from sottovoce_client.feeding.records import Message
 from sottovoce_core.errors import DataError, NotReady
 
 NOT_UTF8, NO_FIELD = "an entry that is not UTF-8", "an entry without the field that holds records"
@@ -20,7 +20,7 @@ _SEQUENCE_BITS, _POSITION_BITS = 20, 63
 _BATCH, _BLOCK_MS, _CALL_S, _LOOK_S = 512, 1_000, 5.0, 10.0
 
 
-def position_of(entry: bytes) -> int:
+def _position_of(entry: bytes) -> int:
     """Of an entry's id, such as `1700000000000-3`.
 
     Raises:
@@ -35,7 +35,7 @@ def position_of(entry: bytes) -> int:
     return high << _SEQUENCE_BITS | low
 
 
-def id_of(position: int) -> str:
+def _id_of(position: int) -> str:
     """Of the entry at a position."""
     return f"{position >> _SEQUENCE_BITS}-{position & ((1 << _SEQUENCE_BITS) - 1)}"
 
@@ -52,7 +52,7 @@ class _Link(Link):
             files = {"ssl_ca_certs": access.ca, "ssl_certfile": access.certificate, "ssl_keyfile": access.key}
             tls = {"ssl": True, "ssl_check_hostname": True}
             tls |= {name: str(path) for name, path in files.items() if path is not None}
-        self.away = (self.errors.ConnectionError, self.errors.TimeoutError, OSError, TimeoutError)
+        self.away = (self.errors.RedisError, OSError, TimeoutError)
         self.refusals = (self.errors.AuthenticationError, self.errors.AuthorizationError)
         self.client: Any = redis.Redis(
             host=host,
@@ -93,19 +93,21 @@ class _Stream(BrokerPart):
         self._kept: tuple[int, int | None] | None = None
 
     async def _read_on(self, after: int) -> AsyncGenerator[Sequence[Message], None]:
-        try:
-            await self._look(after)
-            self._patience.subscribed(self.name)
-            looked = asyncio.get_running_loop().time()
-            while asyncio.get_running_loop().time() < looked + _LOOK_S:
-                found = await self._link.client.xread({self.name: id_of(after)}, count=_BATCH, block=_BLOCK_MS)
-                self._patience.here()
-                if found:
-                    messages = self._messages(_entries(found))
-                    after = messages[-1].position
-                    yield messages
-        except self._link.errors.ResponseError as error:
+        await self._look(after)
+        self._patience.subscribed(self.name)
+        looked = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < looked + _LOOK_S:
+            found = await self._link.client.xread({self.name: _id_of(after)}, count=_BATCH, block=_BLOCK_MS)
+            self._patience.here()
+            if found:
+                messages = self._messages(_entries(found))
+                after = messages[-1].position
+                yield messages
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, self._link.errors.ResponseError):
             raise self._refused(error) from None
+        return super()._why(error)
 
     async def _commit(self, position: int) -> None:
         while self._unkept and self._unkept[0][0] <= position:
@@ -114,7 +116,7 @@ class _Stream(BrokerPart):
             return
         try:
             at, read = self._kept
-            await self._link.client.xgroup_setid(self.name, self._group, id_of(at), entries_read=read)
+            await self._link.client.xgroup_setid(self.name, self._group, _id_of(at), entries_read=read)
         except self._link.errors.ResponseError as error:
             raise self._refused(error) from None
 
@@ -122,30 +124,24 @@ class _Stream(BrokerPart):
 
     async def _begin(self, after: int) -> int:
         """Position behind which to read, in a stream that is the one it was."""
-        try:
-            return await self._begun(after)
-        except self._link.errors.ResponseError as error:
-            raise self._refused(error) from None
-
-    async def _begun(self, after: int) -> int:
         group, info = await self._standing()
         if group is None and after >= 0:
-            raise self._anew(f"the learner has its entry {id_of(after)}, and group {self._group} is not there")
-        last, added = position_of(info["last-generated-id"]), info["entries-added"]
-        oldest = 0 if info["first-entry"] is None else position_of(info["first-entry"][0]) - 1
+            raise self._anew(f"the learner has its entry {_id_of(after)}, and group {self._group} is not there")
+        last, added = _position_of(info["last-generated-id"]), info["entries-added"]
+        oldest = 0 if info["first-entry"] is None else _position_of(info["first-entry"][0]) - 1
         if group is None:
             after, self._read = (last, added) if self._begin_at == "new" else (oldest, added - info["length"])
             await self._link.client.xgroup_create(
-                self.name, self._group, id_of(after), mkstream=True, entries_read=self._read
+                self.name, self._group, _id_of(after), mkstream=True, entries_read=self._read
             )
             return after
-        committed, read = position_of(group["last-delivered-id"]), group["entries-read"]
+        committed, read = _position_of(group["last-delivered-id"]), group["entries-read"]
         if after < 0 and self._begin_at != "committed":
             after, read = (last, added) if self._begin_at == "new" else (oldest, added - info["length"])
         elif after < 0 or after == committed:
             after = committed
         elif after > committed and read is not None:  # a feeder died before it could say so
-            between = await self._link.client.xrange(self.name, f"({id_of(committed)}", id_of(after))
+            between = await self._link.client.xrange(self.name, f"({_id_of(committed)}", _id_of(after))
             read, self._exactly = read + len(between), False
         else:
             read = None
@@ -171,12 +167,12 @@ class _Stream(BrokerPart):
         group, info = await self._standing()
         if group is None:
             raise self._anew(f"group {self._group} is not there any more")
-        last, added = position_of(info["last-generated-id"]), info["entries-added"]
+        last, added = _position_of(info["last-generated-id"]), info["entries-added"]
         if last < after:
-            raise self._anew(f"it ends with entry {id_of(last)}, and the learner has {id_of(after)}")
+            raise self._anew(f"it ends with entry {_id_of(last)}, and the learner has {_id_of(after)}")
         if last == after:
             self._count(added)
-        elif info["first-entry"] is None or position_of(info["first-entry"][0]) > after:
+        elif info["first-entry"] is None or _position_of(info["first-entry"][0]) > after:
             self._count(added - info["length"])
 
     def _count(self, read: int) -> None:
@@ -196,7 +192,7 @@ class _Stream(BrokerPart):
     # ---- entries -----------------------------------------------------------------------------------------------------
 
     def _messages(self, entries: Sequence[tuple[bytes, Mapping[bytes, bytes] | None]]) -> list[Message]:
-        messages = [self._message(position_of(entry), fields or {}) for entry, fields in entries]
+        messages = [self._message(_position_of(entry), fields or {}) for entry, fields in entries]
         for each in messages:
             self._read = None if self._read is None else self._read + 1
             self._unkept.append((each.position, self._read))
@@ -205,11 +201,11 @@ class _Stream(BrokerPart):
     def _message(self, position: int, fields: Mapping[bytes, bytes]) -> Message:
         if self._field:
             body = fields.get(self._field)
-            return Unreadable(b"", position, NO_FIELD) if body is None else Message(body, position)
+            return Message(b"", position, NO_FIELD) if body is None else Message(body, position)
         try:
             return Message({name.decode(): value.decode() for name, value in fields.items()}, position)
         except UnicodeDecodeError:
-            return Unreadable(b"", position, NOT_UTF8)
+            return Message(b"", position, NOT_UTF8)
 
 
 def _entries(found: Any) -> Sequence[tuple[bytes, Mapping[bytes, bytes] | None]]:

@@ -12,20 +12,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import grpc
-
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
-from sottovoce_client.live.sending import At, intake
-from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_client.live.sending import At
+from sottovoce_core.errors import NotReady, SottovoceError, SpecError
 from sottovoce_core.text import plain
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import reach
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-CONNECT_S = 10.0
+_CONNECT_S = 10.0
 _NO_RUN_S = 0.2
 
 
@@ -80,7 +77,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         at = self._at
         self._channel = at.channel()
         try:
-            who, seconds = f"the learner at {at.address}", min(CONNECT_S, self._patience_s)
+            who, seconds = f"the learner at {at.address}", min(_CONNECT_S, self._patience_s)
             await reach(self._channel, who, seconds, lambda why, _: self._waits(why))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
@@ -101,8 +98,8 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
 
     async def _refused(self, stub: Any, error: SpecError) -> SpecError:
         """Why a run takes no records from here; of one that is over, that first."""
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            now = LearnerStatus.from_wire((await stub.Status(learner_pb2.StatusRequest(), timeout=CONNECT_S)).status)
+        with contextlib.suppress(SottovoceError):
+            now = await self._at.status(stub)
             if now.run_id and not now.state.under_way:
                 over = f"{plain(now.run_id)} ({now.state.name.lower().replace('_', ' ')})"
                 return SpecError(f"no run is under way at {self._at.address}: {over} is over for this learner; {error}")
@@ -113,17 +110,16 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         until = asyncio.get_running_loop().time() + self._patience_s
         while True:
             try:
-                told = await intake(stub, self._source)
-                await self._at.require_name(stub)
-                return told
-            except grpc.aio.AioRpcError as failure:
-                error = self._at.error(failure)
-                if not isinstance(error, NotReady):
-                    raise error from None
+                told = await self._at.intake(stub, self._source)
+            except NotReady as error:
                 self._waits(str(error))
                 if asyncio.get_running_loop().time() > until:
                     raise NotReady(f"the learner at {self._at.address} does not take records: {error}") from None
-            await asyncio.sleep(_NO_RUN_S)
+                await asyncio.sleep(_NO_RUN_S)
+            else:
+                if self._at.name:
+                    self._at.require_name(await self._at.status(stub))
+                return told
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,22 +7,20 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import numpy as np
 
-from sottovoce_client.live.sending import At, Sender, position_of
+from sottovoce_client.live.sending import At, Sender
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.data.encoding import Encoded
 from sottovoce_core.data.live import LiveRecords
 from sottovoce_core.errors import DataError, RunOver, SottovoceError
 from sottovoce_core.spec import RunSpec
-from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2
 
-_CALL_S, _LOOK_S = 30.0, 0.5
+_LOOK_S = 0.5
 _MOST_CALLS, _AHEAD = 64, 1_024
 """Predictions asked for at a time, and records read ahead of them."""
 
@@ -73,7 +71,7 @@ class ConnectedLearner:
         self.run_id, self.source = told.run_id, source
         self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
         self.records = LiveRecords.of(self.spec.data, self.spec.loss)
-        self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks, tell)
+        self._sender = Sender(at, source, told, patience_s, tasks, tell)
         self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MOST_CALLS)
 
     @property
@@ -174,11 +172,9 @@ class ConnectedLearner:
 
     async def _predicted(self, features: FloatArray) -> Prediction:
         async with self._calls:  # of which a connection has few, and more would be refused
-            request = learner_pb2.PredictRequest(features=to_tensor(features))
-            answer = await self._asked(self._stub.Predict(request, timeout=_CALL_S))
-        scores, labels = from_tensor(answer.scores), from_tensor(answer.labels)
+            scores, labels, rounds = await self._at.predict(self._stub, features)
         classes, chances = self.records.classes, self.spec.loss.probabilities(scores)
-        return Prediction(self.records.told(scores, labels), scores, answer.rounds_done, classes, chances)
+        return Prediction(self.records.told(scores, labels), scores, rounds, classes, chances)
 
     async def status(self) -> LearnerStatus:
         """How far the learner is, and what it has spent.
@@ -186,8 +182,7 @@ class ConnectedLearner:
         Raises:
             Unavailable: it does not answer.
         """
-        answer = await self._asked(self._stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S))
-        return LearnerStatus.from_wire(answer.status)
+        return await self._at.status(self._stub)
 
     async def watch(self, every_s: float = _LOOK_S) -> AsyncIterator[LearnerStatus]:
         """`status` again and again, until the run is over.
@@ -200,12 +195,6 @@ class ConnectedLearner:
             if not status.state.under_way:
                 return
             await asyncio.sleep(every_s)
-
-    async def _asked(self, call: Any) -> Any:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise self._at.error(error) from None
 
 
 _END = object()

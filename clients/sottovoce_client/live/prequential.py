@@ -16,14 +16,14 @@ from sottovoce_core.errors import DataError
 _MOST_DRIFTS = 1_000
 
 
-class Metric(Protocol):
+class _Metric(Protocol):
     """As River's are; `river.utils.Rolling` makes one of the last so many records."""
 
     def update(self, y_true: Any, y_pred: Any) -> object:
         """One more record."""
 
 
-class Drift(Protocol):
+class _Drift(Protocol):
     """A detector of drift, as River's are (`river.drift.ADWIN`)."""
 
     drift_detected: bool
@@ -107,8 +107,8 @@ class Prequential:
     (1, 2)
     """
 
-    def __init__(self, *metrics: Metric | Sequence[Metric], drift: Drift | None = None, bins: int = 10) -> None:
-        self.metrics: tuple[Metric, ...] = tuple(
+    def __init__(self, *metrics: _Metric | Sequence[_Metric], drift: _Drift | None = None, bins: int = 10) -> None:
+        self.metrics: tuple[_Metric, ...] = tuple(
             each for some in metrics for each in (some if isinstance(some, Sequence) else [some])
         )
         self.records = 0
@@ -147,7 +147,7 @@ class Prequential:
                 self.drifts.append(n)
 
 
-def _compared(true: list[Any], prediction: Prediction, metric: Metric) -> tuple[list[Any], list[Any]]:
+def _compared(true: list[Any], prediction: Prediction, metric: _Metric) -> tuple[list[Any], list[Any]]:
     """What a metric compares with what: labels, or labels with each class's chance."""
     classes, chances = prediction.classes, prediction.probabilities
     if classes is None or getattr(metric, "requires_labels", True):

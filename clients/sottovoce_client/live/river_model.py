@@ -6,10 +6,10 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
-import numpy as np
 from river import base
 
-from sottovoce_client.live.calls import PlainCalls
+from sottovoce_client.live.learner import Prediction
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import DataError, SpecError
 
 
@@ -17,7 +17,7 @@ class _Model:
     """What both have.
 
     Args:
-        learner: that learns and predicts.
+        learner: a `PlainLearner`, that learns and predicts.
         features: what the numbers of a record are called, where its run has no schema.
 
     Raises:
@@ -26,7 +26,7 @@ class _Model:
 
     _learns = True
 
-    def __init__(self, learner: PlainCalls, features: Sequence[str] | None = None) -> None:
+    def __init__(self, learner: Any, features: Sequence[str] | None = None) -> None:
         self.learner, self.features = learner, features
         data = learner.spec.data
         if data.schema is not None and features is not None:
@@ -73,7 +73,7 @@ class _Model:
     def __deepcopy__(self, memo: object) -> Self:
         return self.clone()
 
-    def _learner_of(self) -> PlainCalls:
+    def _learner_of(self) -> Any:
         if not self._learns:
             raise SpecError(
                 "a clone must only predict: a record that several clones bring would be learned by each of them"
@@ -107,6 +107,19 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  
     Labels are as the records have them where the run has a schema, else 0, 1, ....
     """
 
+    def _chances(self, found: Prediction) -> FloatArray:
+        """Probabilities, `(records, classes)`.
+
+        Raises:
+            SpecError: there are none.
+        """
+        if found.probabilities is None:
+            kind = self.learner.spec.loss.kind
+            raise SpecError(
+                f"probabilities need the loss logistic, with its exact history, or softmax; the run has {kind}"
+            )
+        return found.probabilities
+
     @property
     def _multiclass(self) -> bool:
         return len(self.learner.records.classes or ()) > 2
@@ -118,27 +131,15 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  
             SpecError: the run's loss gives none.
         """
         found = self.learner.predict(self._rows([x]))
-        return dict(zip(found.classes or (), chances_of(found.probabilities, self.learner)[0].tolist(), strict=True))
+        return dict(zip(found.classes or (), self._chances(found)[0].tolist(), strict=True))
 
     def predict_proba_many(self, X: Any) -> Any:
         """The same of a data frame, a column for each class."""
         import pandas as pd
 
         found = self.learner.predict(self._table(X))
-        return pd.DataFrame(chances_of(found.probabilities, self.learner), index=X.index, columns=found.classes)
+        return pd.DataFrame(self._chances(found), index=X.index, columns=found.classes)
 
 
 class RiverRegressor(_Model, base.MiniBatchRegressor):  # type: ignore[misc]
     """A learner of numbers, as River has it. `PlainLearner.as_river` makes it."""
-
-
-def chances_of(probabilities: Any, learner: PlainCalls) -> Any:
-    """Probabilities, `(records, classes)`.
-
-    Raises:
-        SpecError: there are none.
-    """
-    if probabilities is None:
-        kind = learner.spec.loss.kind
-        raise SpecError(f"probabilities need the loss logistic, with its exact history, or softmax; the run has {kind}")
-    return np.asarray(probabilities)

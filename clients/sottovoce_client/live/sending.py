@@ -24,8 +24,9 @@ from sottovoce_core.errors import (
 )
 from sottovoce_core.text import plain
 from sottovoce_rpc.addresses import require_address
-from sottovoce_rpc.codec import to_tensor
+from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import Ending, as_error
@@ -36,7 +37,7 @@ BATCH_RECORDS, _BATCH_BYTES = 1_024, 4 * 1024 * 1024
 """Of a batch: records, and bytes unless one record has more."""
 WAITING = 32 * BATCH_RECORDS
 """Records that may wait for their receipts before more are taken."""
-_CALL_S, _RETRY_S = 30.0, 0.5
+_CALL_S, _PREDICT_S, _RETRY_S = 30.0, 60.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +80,47 @@ class At:
             f"learners with their run ({error})"
         )
 
-    async def require_name(self, stub: Any) -> None:
+    async def asked(self, call: Any) -> Any:
+        """The answer of a call.
+
+        Raises:
+            SottovoceError: why there is none.
+        """
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self.error(error) from None
+
+    async def status(self, stub: Any) -> LearnerStatus:
+        """How far the learner is; errors as of `asked`."""
+        answer = await self.asked(stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S))
+        return LearnerStatus.from_wire(answer.status)
+
+    async def intake(self, stub: Any, source: str) -> learner_pb2.IntakeResponse:
+        """What the learner says to whoever brings records under a source; errors as of `asked`."""
+        request = learner_pb2.IntakeRequest(source=source)
+        answer: learner_pb2.IntakeResponse = await self.asked(
+            stub.Intake(request, wait_for_ready=True, timeout=_CALL_S)
+        )
+        return answer
+
+    async def predict(self, stub: Any, rows: FloatArray) -> tuple[FloatArray, FloatArray, int]:
+        """Scores and labels of rows by the model in use, and the rounds that it has learned from; errors as of `asked`."""
+        request = learner_pb2.PredictRequest(features=to_tensor(rows))
+        answer = await self.asked(stub.Predict(request, timeout=_PREDICT_S))
+        return from_tensor(answer.scores), from_tensor(answer.labels), answer.rounds_done
+
+    def require_name(self, status: LearnerStatus) -> None:
         """Refuse another learner than the one that is named; where it has a certificate, that was looked at before.
 
         Raises:
             NotReady: it is another one.
         """
-        if self.name:
-            answer = await stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S)
-            if answer.status.learner != self.name:
-                raise NotReady(f"at {self.address} is the learner {plain(answer.status.learner)!r}, not {self.name!r}")
+        if self.name and status.learner != self.name:
+            raise NotReady(f"at {self.address} is the learner {plain(status.learner)!r}, not {self.name!r}")
 
 
-async def intake(stub: Any, source: str) -> learner_pb2.IntakeResponse:
-    """What a learner says to whoever brings records; gRPC's errors.
-
-    Args:
-        stub: of the learner.
-        source: under which they are counted.
-    """
-    request = learner_pb2.IntakeRequest(source=source)
-    answer: learner_pb2.IntakeResponse = await stub.Intake(request, wait_for_ready=True, timeout=_CALL_S)
-    return answer
-
-
-def position_of(receipt: learner_pb2.IngestReceipt) -> int:
+def _position_of(receipt: learner_pb2.IngestReceipt) -> int:
     """Of the last record that is in keeping; -1: there is none."""
     return receipt.position if receipt.HasField("position") else -1
 
@@ -131,8 +148,7 @@ class Sender:
     Args:
         at: where the learner is.
         source: under which records are counted.
-        run_id: the run that they are for.
-        position: of the last record that is in keeping.
+        told: what the learner said of its run, and of the last record that is in keeping.
         patience_s: how long the learner may be away, or take nothing in.
         tasks: that own the sending.
         tell: called with why records wait, where the learner has no place for this stream (default: nobody is told).
@@ -142,15 +158,14 @@ class Sender:
         self,
         at: At,
         source: str,
-        run_id: str,
-        position: int,
+        told: learner_pb2.IntakeResponse,
         patience_s: float,
         tasks: Tasks,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._tell = tell
-        self._at, self._source, self._run_id, self._patience_s = at, source, run_id, patience_s
-        self._kept = self._last = position
+        self._at, self._source, self._run_id, self._patience_s = at, source, told.run_id, patience_s
+        self._kept = self._last = _position_of(told.receipt)
         self._batches: deque[_Batch] = deque()
         self._records = 0
         self._more, self._less = asyncio.Event(), asyncio.Event()
@@ -160,11 +175,6 @@ class Sender:
         self._over: SottovoceError | None = None
         self._apart = False  # each batch is a message, so that the one that is refused is known
         tasks.start(self._run(), "records are not sent")
-
-    @property
-    def waiting(self) -> int:
-        """Records without a receipt."""
-        return self._records
 
     @property
     def last(self) -> int:
@@ -250,13 +260,14 @@ class Sender:
         async with self._at.channel() as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             try:
-                told = await intake(stub, self._source)
+                told = await self._at.intake(stub, self._source)
                 if told.run_id != self._run_id:
                     self._over = NotReady(
                         f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
                     )
                     raise self._over
-                await self._at.require_name(stub)
+                if self._at.name:
+                    self._at.require_name(await self._at.status(stub))
                 self._receive(told.receipt)
                 if refused is not None and self._batches:
                     self._done(refused)
@@ -311,9 +322,9 @@ class Sender:
 
     def _receive(self, receipt: learner_pb2.IngestReceipt) -> None:
         """So much is in keeping."""
-        if position_of(receipt) > self._kept:
+        if _position_of(receipt) > self._kept:
             self._failing_since = None
-        self._kept = max(self._kept, position_of(receipt))
+        self._kept = max(self._kept, _position_of(receipt))
         while self._batches and self._batches[0].positions[-1] <= self._kept:
             self._done(None)
 

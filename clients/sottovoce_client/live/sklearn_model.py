@@ -9,7 +9,6 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.metaestimators import available_if
 
-from sottovoce_client.live.calls import PlainCalls
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import DataError, SpecError
 
@@ -18,12 +17,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
     """What both have.
 
     Args:
-        learner: that learns and predicts.
+        learner: a `PlainLearner`, that learns and predicts.
     """
 
     _learns = True
 
-    def __init__(self, learner: PlainCalls) -> None:
+    def __init__(self, learner: Any) -> None:
         self.learner = learner
 
     @property
@@ -123,7 +122,8 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def decision_function(self, X: Any) -> FloatArray:
         """Scores, `(records,)` or `(records, classes)`."""
-        return self.learner.predict(X).scores
+        scores: FloatArray = self.learner.predict(X).scores
+        return scores
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Any:

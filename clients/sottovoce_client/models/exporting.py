@@ -21,7 +21,7 @@ import numpy as np
 from sottovoce_client.documents import new_file
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.inputs import Inputs
-from sottovoce_client.models.owner import as_owner, require_linear
+from sottovoce_client.models.predicting import as_owner, require_linear
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.fields import NumberLabel
 from sottovoce_core.data.known import data_folders
@@ -33,7 +33,7 @@ from sottovoce_core.running.transcript import parquet
 from sottovoce_core.spec import RunSpec, load_spec
 from sottovoce_rpc.specs import plan_hash
 
-FORMAT = "sottovoce-model-1"
+_FORMAT = "sottovoce-model-1"
 WRITES = (".npz", ".onnx")
 _MODELS = ("models.parquet", "decisions.parquet")
 """What of a simulation has the final models."""
@@ -65,7 +65,7 @@ class Model:
         """What stands beside the numbers; an epsilon of null is infinite."""
         spec, finite = self.inputs.spec, math.isfinite(self.publication.epsilon)
         return {
-            "format": FORMAT,
+            "format": _FORMAT,
             "sottovoce": version("sottovoce"),
             "run": self.run_id or None,
             "learner": self.learner,
@@ -111,6 +111,36 @@ class Model:
             "shift": np.zeros(features) if ready.shift is None else ready.shift,
             "width": np.ones(features) if ready.width is None else ready.width,
         }
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What it is, for people."""
+        own = self.publication
+        epsilon = f"epsilon {own.epsilon:.4g}" if math.isfinite(own.epsilon) else "no epsilon"
+        facts = {
+            "model": f"{self.learner}, after {self.rounds_done:,} rounds{f' of {self.run_id}' if self.run_id else ''}",
+            "algorithm": self.inputs.spec.algorithm.name,
+        }
+        if self.inputs.preparation.shift is not None:
+            facts["scaled by"] = "constants of held-out records, which nothing protects"
+        return facts | {"covered": f"{'yes' if own.protected else 'NO'}, {epsilon}: {own.text}"}
+
+    def require_covered(self) -> None:
+        """Raises `SpecError` where no promise covers the model, which then may leave only if somebody says so."""
+        if not self.publication.protected:
+            raise SpecError(
+                f"a model that leaves its owner is a publication, and this one is not protected: {self.publication.text}; "
+                "--unprotected writes it all the same"
+            )
+
+    def write(self, out: Path) -> None:
+        """To a new file, by its suffix."""
+        about, arrays = json.dumps(self.about), dict[str, Any](self.arrays)
+        with new_file(out) as file:
+            if out.suffix.lower() == ".npz":
+                np.savez(file, about=np.array(about), **arrays)
+            else:
+                file.write(_onnx(self, about))
 
 
 async def of_learner(at: At, own: RunSpec | None, *, imports: bool = False) -> Model:
@@ -165,31 +195,12 @@ def of_simulation(folder: Path, learner: str | None, replica: int = 0) -> Model:
     return Model(name, "", spec.rounds, Inputs.of(spec, features, spec, data_folders()), theta, cost)
 
 
-def require_covered(model: Model, unprotected: bool) -> None:
-    """Raises `SpecError` where no promise covers the model, and nobody has said that it may leave all the same."""
-    if not model.publication.protected and not unprotected:
-        raise SpecError(
-            f"a model that leaves its owner is a publication, and this one is not protected: {model.publication.text}; "
-            "--unprotected writes it all the same"
-        )
-
-
 def require_writable(out: Path) -> None:
     """Raises `SpecError` for a file of a format that is not written."""
     if out.suffix.lower() not in WRITES:
         raise SpecError(f"--out must be a {' or '.join(WRITES)} file, got {out}")
     if out.suffix.lower() == ".onnx":
         import_extra("onnx", "onnx", "a .onnx file", "onnx")
-
-
-def write(model: Model, out: Path) -> None:
-    """To a new file, by its suffix."""
-    about, arrays = json.dumps(model.about), dict[str, Any](model.arrays)
-    with new_file(out) as file:
-        if out.suffix.lower() == ".npz":
-            np.savez(file, about=np.array(about), **arrays)
-        else:
-            file.write(_onnx(model, about))
 
 
 def _onnx(model: Model, about: str) -> bytes:
@@ -259,20 +270,3 @@ def _onnx(model: Model, about: str) -> bytes:
     onnx.checker.check_model(made)
     text: bytes = made.SerializeToString()
     return text
-
-
-def facts(model: Model) -> Mapping[str, str]:
-    """What was written, for people."""
-    own = model.publication
-    epsilon = f"epsilon {own.epsilon:.4g}" if math.isfinite(own.epsilon) else "no epsilon"
-    return {
-        "model": f"{model.learner}, after {model.rounds_done:,} rounds"
-        + (f" of {model.run_id}" if model.run_id else ""),
-        "algorithm": model.inputs.spec.algorithm.name,
-        **(
-            {}
-            if model.inputs.preparation.shift is None
-            else {"scaled by": "constants of held-out records, which nothing protects"}
-        ),
-        "covered": f"{'yes' if own.protected else 'NO'}, {epsilon}: {own.text}",
-    }

@@ -80,17 +80,16 @@ class Inputs:
         """The records of a file, as rows of the run.
 
         Raises:
-            SpecError: there is no such file, or it is of another format.
+            SpecError: as `require_file`.
             DataError: it is unreadable, or its records are not those of the run.
         """
         require_file(path)
-        rows = self.preparation(self._features(path))
-        if rows.shape[1] != self.n_features:
-            want, got = (width - self.preparation.intercept for width in (self.n_features, rows.shape[1]))
+        features, want = self._features(path), self.n_features - self.preparation.intercept
+        if features.shape[1] != want:
             raise DataError(
-                f"{path}: a record of this run has {want} features, got {got} (a column label or y is none)"
+                f"{path}: a record of this run has {want} features, got {features.shape[1]} (a column label or y is none)"
             )
-        return rows
+        return self.preparation(features)
 
     def _features(self, path: Path) -> FloatArray:
         data = self.spec.data
@@ -109,10 +108,6 @@ class Inputs:
         if not np.isfinite(features).all():
             row = int(np.argwhere(~np.isfinite(features))[0][0])
             raise DataError(f"{path}: row {row} (counted from 0) must have finite numbers alone")
-        if self.preparation.shift is not None and features.shape[1] != len(self.preparation.shift):
-            raise DataError(
-                f"{path}: a record of this run has {len(self.preparation.shift)} features, got {features.shape[1]}"
-            )
         return features
 
 

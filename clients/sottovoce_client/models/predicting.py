@@ -1,28 +1,150 @@
-"""`sottovoce predict`: what a learner's model says of the records of a file."""
+"""What a learner tells its owner of the run that it is in: its model, what that says of records, and what handing it out costs.
+
+`sottovoce predict` asks about the records of a file.
+"""
 
 from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sottovoce_client import terminal
 from sottovoce_client.documents import new_file
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.inputs import Inputs
-from sottovoce_client.models.owner import Predictions, as_owner
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.known import data_folders
-from sottovoce_core.errors import SpecError
-from sottovoce_core.running.run import Publication
+from sottovoce_core.errors import NotReady, SpecError
+from sottovoce_core.losses.linear import Softmax
+from sottovoce_core.losses.loss import MarginLoss
+from sottovoce_core.running.run import Publication, build_run, publication
 from sottovoce_core.running.transcript import parquet
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.table import Table
 from sottovoce_core.text import cell_of
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.tasks import answered
+from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 WRITES = (".csv", ".parquet")
+_REACH_S = 10.0
+_MOST_NUMBERS = 4_000_000
+"""Of the features in a call: 32 MB."""
+_SOURCE = "predict"
+"""Under which nobody brings records."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Predictions:
+    """What a model says.
+
+    Attributes:
+        scores: `(records, ...)`.
+        labels: `(records,)`, as the loss makes them of scores.
+        rounds_done: that the model has learned from: at the first record, and at the last.
+    """
+
+    scores: FloatArray
+    labels: FloatArray
+    rounds_done: tuple[int, int]
+
+
+class _Owner:
+    """A learner in a run, as its owner sees it. `as_owner` makes it.
+
+    Attributes:
+        run_id, spec, n_features: of the run.
+        status: of the learner, when it was asked first.
+    """
+
+    def __init__(
+        self, at: At, stub: Any, told: learner_pb2.IntakeResponse, status: LearnerStatus, *, imports: bool
+    ) -> None:
+        self._at, self._stub = at, stub
+        self.run_id, self.n_features, self.status = told.run_id, told.n_features, status
+        self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
+
+    async def publication(self, rounds: int) -> Publication:
+        """What it costs to hand out the model after so many rounds, or what it says.
+
+        Raises:
+            SottovoceError: the learner is in another run by now, or the spec is none that this version knows.
+        """
+        now = await self._at.status(self._stub)
+        if now.run_id != self.run_id:
+            raise NotReady(f"{now.learner} is in another run by now: {now.run_id or 'none'}, not {self.run_id}")
+        run, index = build_run(self.spec, self.n_features), self.spec.names.index(now.learner)
+        return publication(run, index, rounds, now.epsilon_spent, private=not now.noise_is_not_private)
+
+    async def predict(self, rows: FloatArray) -> _Predictions:
+        """What the model in use says of rows of the run.
+
+        Raises:
+            NotReady: the run did not opt in.
+            SottovoceError: it does not answer, or not to this caller.
+        """
+        each = max(1, _MOST_NUMBERS // self.n_features)
+        parts = [await self._at.predict(self._stub, rows[first : first + each]) for first in range(0, len(rows), each)]
+        scores, labels, rounds = zip(*parts, strict=True)
+        return _Predictions(np.concatenate(scores), np.concatenate(labels), (rounds[0], rounds[-1]))
+
+    async def weights(self) -> tuple[FloatArray, int]:
+        """The parameters of a linear model, `(features,)` or `(classes, features)`, and the rounds that it has learned from.
+
+        They are its scores of rows that are zero but in one place; a power of two there keeps them as they are.
+
+        Raises:
+            SpecError: the loss's scores are not linear.
+            NotReady: as `predict`; or the model moved meanwhile.
+        """
+        require_linear(self.spec)
+        size = 2.0 ** min(0.0, np.floor(np.log2(self.spec.loss.feature_bound)))
+        found, rounds, n = list[FloatArray](), set[int](), self.n_features
+        each = max(1, _MOST_NUMBERS // n)
+        for first in range(0, n, each):
+            rows = size * np.eye(min(each, n - first), n, first)
+            scores, _, done = await self._at.predict(self._stub, rows)
+            found.append(scores / size)
+            rounds.add(done)
+        if len(rounds) > 1:
+            raise NotReady("the model moved while it was asked for, part by part: ask again when its run is over")
+        return np.concatenate(found).T.copy(), rounds.pop()
+
+
+def require_linear(spec: RunSpec) -> None:
+    """Raises `SpecError` where a model is more than weights for scores."""
+    if not isinstance(spec.loss, MarginLoss | Softmax):
+        raise SpecError(
+            f"a model of the {spec.loss.kind} loss cannot be exported: only those whose scores are linear can, of built-in losses"
+        )
+
+
+@asynccontextmanager
+async def as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
+    """The learner at an address, and the run that it is in.
+
+    Args:
+        at: where it is, and who asks.
+        imports: whether its spec may name code to import.
+
+    Raises:
+        SottovoceError: it does not answer, not to this caller, or is in no run.
+    """
+    async with at.channel() as to:
+        stub = learner_pb2_grpc.LearnerStub(to)
+        first = stub.Status(learner_pb2.StatusRequest(), timeout=_REACH_S)
+        told = await at.asked(answered(first, to, f"the learner at {at.address}", terminal.say))
+        status = LearnerStatus.from_wire(told.status)
+        at.require_name(status)
+        yield _Owner(at, stub, await at.intake(stub, _SOURCE), status, imports=imports)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +164,20 @@ class Predicted:
     rounds_done: int
     table: Table
     publication: Publication
+
+    def write(self, out: Path | None) -> None:
+        """To a new file, by its suffix; None: to standard output, as CSV."""
+        table = self.table
+        if out is None:
+            writer = csv.writer(sys.stdout, lineterminator="\n")
+            writer.writerow([cell_of(name) for name in table.columns])
+            writer.writerows([[cell_of(cell) for cell in row] for row in table.rows()])
+            return
+        with new_file(out) as file:
+            if out.suffix.lower() == ".csv":
+                table.to_csv(file.name)
+            else:
+                parquet().write_table(table.to_arrow(), file)
 
 
 async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = False) -> Predicted:
@@ -63,7 +199,7 @@ async def predict(at: At, file: Path, own: RunSpec | None, *, imports: bool = Fa
         return Predicted(owner.status.learner, owner.run_id, said.rounds_done[-1], _table(inputs, said), cost)
 
 
-def _table(inputs: Inputs, said: Predictions) -> Table:
+def _table(inputs: Inputs, said: _Predictions) -> Table:
     loss, schema = inputs.spec.loss, inputs.spec.data.schema
     columns: dict[str, Any] = {"record": np.arange(len(said.scores))}
     names = inputs.classes
@@ -87,17 +223,3 @@ def require_writable(out: Path | None) -> None:
     """Raises `SpecError` for a file of a format that is not written."""
     if out is not None and out.suffix.lower() not in WRITES:
         raise SpecError(f"--out must be a {' or '.join(WRITES)} file, got {out}")
-
-
-def write(table: Table, out: Path | None) -> None:
-    """To a new file, by its suffix; None: to standard output, as CSV."""
-    if out is None:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow([cell_of(name) for name in table.columns])
-        writer.writerows([[cell_of(cell) for cell in row] for row in table.rows()])
-    elif out.suffix.lower() == ".csv":
-        with new_file(out) as file:
-            table.to_csv(file.name)
-    else:
-        with new_file(out) as file:
-            parquet().write_table(table.to_arrow(), file)
