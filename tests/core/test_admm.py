@@ -12,9 +12,14 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce_core.algorithms.admm.accounting import _output_loss
+from sottovoce_core.algorithms.admm.accounting import (
+    DualCalibration,
+    Node,
+    PrimalCalibration,
+    Variant,
+    _output_loss,
+)
 from sottovoce_core.algorithms.admm.algorithm import Admm, State
-from sottovoce_core.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
 from sottovoce_core.algorithms.admm.local import Hessian, LocalProblem, norm
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
@@ -563,8 +568,8 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
 
 def test_the_solvers_error_is_part_of_pvps_sensitivity() -> None:
     (node, count), (rough, _) = a_node(1.0, 100, 10, 0.1, 0.5), a_node(1.0, 100, 10, 0.1, 0.5, tolerance=0.1)
-    assert moved(rough, count, 1.0, 0.3, 1.0) - moved(node, count, 1.0, 0.3, 1.0) == pytest.approx(0.2 / 2.1)
-    assert moved(rough, count, 1.0, 0.0, 0.0) == 0.0
+    assert rough.shift(count, 1.0, 0.3, 1.0) - node.shift(count, 1.0, 0.3, 1.0) == pytest.approx(0.2 / 2.1)
+    assert rough.shift(count, 1.0, 0.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, *PRIVATE], ids=["admm", *names])

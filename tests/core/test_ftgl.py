@@ -21,10 +21,9 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     lowbit,
 )
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.conditions import Problem
 from sottovoce_core.algorithms.follow_the_leader.d_ftgl import DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import gossip_of
-from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec
+from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem, problem_of
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import FloatArray
@@ -238,7 +237,7 @@ def test_conditional_gradient_comes_as_near_as_its_bound() -> None:
     state = algorithm.start(Who((0,), 50))
     x = algorithm.decision_set.project(generator.normal(size=(1, 50, 3)))
     state = replace(state, ahead=x, prefix=30 * generator.normal(size=(1, 50, 3)))
-    curvature = algorithm.problem.alpha * 40 + 2 * algorithm.regularization
+    curvature = algorithm.loss.ridge * 40 + 2 * algorithm.regularization
     best = algorithm.decision_set.project(-state.prefix / curvature)
     for t in range(80, 120):
         state = replace(state, t=t, ahead=algorithm._step_ahead(state))
@@ -659,7 +658,7 @@ def test_default_regularization_minimises_the_regret_bound() -> None:
 def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
     """The bound (8) itself, scanned; `alpha L` where that is larger."""
     run = ran("pd-ftgl", 1000, loss={**LOSS, "ridge": alpha}, algorithm={"multiplier": None})
-    problem = ftgl(run).problem
+    problem = problem_of(Setting(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network))
     G, R, L, E = problem.lipschitz, problem.radius, 10, 25.0
     z = np.arange(1, 101)
 

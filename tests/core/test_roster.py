@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from sottovoce_core.algorithms.ldp_dol.accounting import SensitivityRecursion
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.ldp_dol.sensitivity import SensitivityRecursion
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.online.canaries import CanaryTest, draw

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce_core.algorithms.admm.accounting import AdmmAccountant
-from sottovoce_core.algorithms.admm.calibrations import Calibration, Node, Perturbation, PrimalCalibration
+from sottovoce_core.algorithms.admm.accounting import AdmmAccountant, Calibration, Node, Perturbation, PrimalCalibration
 from sottovoce_core.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars

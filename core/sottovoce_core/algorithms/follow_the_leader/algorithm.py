@@ -32,7 +32,6 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     OpenNodes,
     TreeAccountant,
 )
-from sottovoce_core.algorithms.follow_the_leader.conditions import Problem
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
@@ -84,7 +83,8 @@ class PdFtgl:
     scales: tuple[float, ...]
     before_gossip: bool
     delay: int
-    problem: Problem
+    paper_cost: float
+    """Epsilon times Laplace scale in the paper's Theorem 3.6."""
     sensitivity: LeafSensitivity
     reach: FloatArray
     """`|Q_K|`: how strongly each learner's sum (column) enters each one's prefix (row)."""
@@ -198,7 +198,7 @@ class PdFtgl:
 
     def _curvature(self, leaves: int) -> float:
         """Of what a decision that rests on so many leaves minimises: `alpha L leaves + 2h`."""
-        return self.problem.alpha * self.blocks.length * leaves + 2.0 * self.regularization
+        return self.loss.ridge * self.blocks.length * leaves + 2.0 * self.regularization
 
     def _step_ahead(self, state: State) -> FloatArray:
         """One step of conditional gradient with exact line search, (9) and Algorithm 4."""
@@ -231,7 +231,7 @@ class PdFtgl:
         published = None if self.before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
         scale = self.scales[learner]
         # Theorem 3.6 solved for epsilon.
-        paper = self.problem.paper_numerator(self.dim) / scale if scale else math.inf
+        paper = self.paper_cost / scale if scale else math.inf
         return TreeAccountant(self.blocks, self._wire_cost(learner), self._grounds(learner), paper, published)
 
     def _wire_cost(self, learner: int) -> NodeCost:

@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.follow_the_leader.conditions import problem_of
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of
+from sottovoce_core.algorithms.follow_the_leader.parameters import problem_of
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce_core.arrays import Batch, FloatArray

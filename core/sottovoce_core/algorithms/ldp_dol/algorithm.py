@@ -20,8 +20,7 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant
-from sottovoce_core.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, Mode, Schedules
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, bounded
