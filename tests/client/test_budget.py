@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
-from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
+from sottovoce_client.privacy.budget import Question, budget, line_of
 from sottovoce_client.privacy.calibrate import horizon_of, target_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, measure
 from sottovoce_core.budget.calibration import epsilons
@@ -110,9 +110,9 @@ def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -
 
 def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
     line = line_of(prepared_of(records), 0, Question(group=3))
-    assert line.group == pytest.approx(3 * line.event, rel=1e-15)
+    assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
     whole = line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, Question(group=3))
-    assert whole.group == whole.event  # an event replaces all records already
+    assert whole.epsilons["group"] == whole.epsilons["event"]  # an event replaces all records already
 
 
 def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> None:
@@ -157,10 +157,9 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
     line = line_of(prepared_of(records), 0, Question(uses=True))
-    assert isinstance(line, BudgetLine)
     event, record = line.curve("event"), line.curve("record")
     assert event is not None and record is not None
-    assert (event[-1], record[-1]) == pytest.approx((line.event, line.record))
+    assert (event[-1], record[-1]) == pytest.approx((line.epsilons["event"], line.epsilons["record"]))
     assert line.curve("output") is None
 
 
