@@ -19,8 +19,8 @@ from sottovoce_core.algorithms.admm.accounting import (
     Variant,
     _output_loss,
 )
-from sottovoce_core.algorithms.admm.algorithm import Admm, State
-from sottovoce_core.algorithms.admm.local import Hessian, LocalProblem, norm
+from sottovoce_core.algorithms.admm.algorithm import Admm, _State
+from sottovoce_core.algorithms.admm.local import LocalProblem, _Hessian, norm
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.data import LearnerData, PlacedData
@@ -69,7 +69,7 @@ def at_once(data: PlacedData) -> PlacedData:
     return replace(data, learners=tuple(learners))
 
 
-def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[tuple[State, State]]:
+def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[tuple[_State, _State]]:
     """The state after speaking and the one after listening, of every round, all learners at once."""
     state = run.algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
@@ -282,7 +282,7 @@ def test_a_hessian_is_the_same_in_the_smaller_space(records: int, dim: int) -> N
     vectors = generator.normal(size=(7, 4, dim))
     dense = rows.swapaxes(-1, -2) @ rows + stiffness[..., None] * np.eye(dim)
 
-    hessian = Hessian(rows, stiffness)
+    hessian = _Hessian(rows, stiffness)
     np.testing.assert_allclose(hessian.solve(vectors), np.linalg.solve(dense, vectors[..., None])[..., 0], rtol=1e-9)
     np.testing.assert_allclose(hessian.log_determinant(), np.linalg.slogdet(dense)[1], rtol=1e-9, atol=1e-9)
 
@@ -291,7 +291,7 @@ def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPa
     loss = Logistic(feature_bound=1.0, ridge=0.0)
     problem = LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
-    monkeypatch.setattr(Hessian, "solve", lambda self, vectors: -vectors)
+    monkeypatch.setattr(_Hessian, "solve", lambda self, vectors: -vectors)
     np.testing.assert_allclose(problem.minimise(np.ones(2)), best, atol=1e-9)
 
 

@@ -21,7 +21,7 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     lowbit,
 )
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.d_ftgl import DFtgl
+from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
 from sottovoce_core.algorithms.follow_the_leader.gossip import gossip_of
 from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem, problem_of
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
@@ -288,7 +288,7 @@ def test_learning_starts_where_the_loss_says() -> None:
 
     for name in ("pd-ftgl", "pd-ocg", "d-ftgl"):
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
-        assert isinstance(run.algorithm, PdFtgl | DFtgl)
+        assert isinstance(run.algorithm, PdFtgl | _DFtgl)
         elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
         last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
@@ -301,7 +301,7 @@ def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     """(3) and (4), rounds counted from 0."""
     run = ran("d-ftgl", 30, 4, topology={"graph": "path"})
     data, P, algorithm = made_up(run.spec, batch=2), run.network.at(0).matrix, run.algorithm
-    assert isinstance(algorithm, DFtgl)
+    assert isinstance(algorithm, _DFtgl)
     total = np.zeros((4, 3))
     for step in simulated(run, data, no_noise):
         np.testing.assert_allclose(step.message["y"][:, 0], total, atol=1e-12)

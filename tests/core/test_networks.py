@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import CaptureError, CheckFailed, SpecError
-from sottovoce_core.network.graphs import Edges, RandomGraphs
+from sottovoce_core.network.graphs import _Edges, _RandomGraphs
 from sottovoce_core.network.network import Digests, Network, PeriodicNetwork, cut_off
 from sottovoce_core.network.roster import Roster
 from sottovoce_core.network.topology import FixedNetwork, Topology
@@ -166,7 +166,7 @@ def test_a_periodic_sequence_comes_again() -> None:
 @pytest.mark.parametrize("directed", [False, True])
 def test_a_random_sequence_is_a_function_of_seed_and_round(directed: bool) -> None:
     def drawn(seed: int) -> list[Any]:
-        graphs = RandomGraphs(kind="random", probability=0.3, seed=seed, directed=directed)
+        graphs = _RandomGraphs(kind="random", probability=0.3, seed=seed, directed=directed)
         return [graphs.adjacency(t, 12).tolist() for t in (5, 0, 1)]
 
     assert drawn(1) == drawn(1)
@@ -176,7 +176,7 @@ def test_a_random_sequence_is_a_function_of_seed_and_round(directed: bool) -> No
 
 def test_a_random_sequence_is_the_same_on_every_machine() -> None:
     """Numbers of this implementation: if they change, learners of different versions cannot run together."""
-    graphs = RandomGraphs(kind="random", probability=0.5, seed=7)
+    graphs = _RandomGraphs(kind="random", probability=0.5, seed=7)
     pairs = [tuple(pair) for pair in np.argwhere(np.triu(graphs.adjacency(3, 5))).tolist()]
     assert pairs == [(0, 3), (1, 2), (2, 3)]
 
@@ -184,7 +184,7 @@ def test_a_random_sequence_is_the_same_on_every_machine() -> None:
 @pytest.mark.parametrize("directed", [False, True])
 def test_pairs_are_drawn_with_their_probability_and_independently(directed: bool) -> None:
     """1000 rounds of 20 learners, p = 0.3. Each mean is within 6 standard errors but for a chance below 1e-6 for all."""
-    graphs = RandomGraphs(kind="random", probability=0.3, seed=1, directed=directed)
+    graphs = _RandomGraphs(kind="random", probability=0.3, seed=1, directed=directed)
     drawn = np.stack([graphs.adjacency(t, 20) for t in range(1000)])
     assert set(np.unique(drawn)) == {0.0, 1.0}
     assert not drawn[:, range(20), range(20)].any()
@@ -288,7 +288,7 @@ def test_directed_edges_of_files_lead_from_teller_to_hearer(tmp_path: Path) -> N
         built = network(3, graph=graph, weights="out_degree")
         assert [built.at(0).told_by(i) for i in range(3)] == [(2,), (0,), (1,)]
         told = Topology.model_validate({"graph": graph, "weights": "out_degree"}).explicit(3)
-        assert isinstance(told.graph, Edges) and told.graph.directed
+        assert isinstance(told.graph, _Edges) and told.graph.directed
         assert sorted(told.graph.edges) == [(0, 2), (1, 0), (2, 1)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sottovoce_core.algorithms.ldp_dol.accounting import SensitivityRecursion
+from sottovoce_core.algorithms.ldp_dol.accounting import _SensitivityRecursion
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
@@ -462,7 +462,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     own, known = spec.roster.attendance(learner, ROUNDS), regularity_of(spec.loss, spec.decision_set, 3)
     weights = [float(run.network.at(t).neighbours[learner].sum()) for t in range(ROUNDS)]
     assert len(set(weights)) > 1 and all((weights[t] > 0) == (t in own) for t in range(ROUNDS))
-    recursion = SensitivityRecursion("best", known, algorithm.schedules, lambda t: weights[t])
+    recursion = _SensitivityRecursion("best", known, algorithm.schedules, lambda t: weights[t])
     expected = []
     for t in range(ROUNDS):
         scale = algorithm.noise_scale(learner, t)

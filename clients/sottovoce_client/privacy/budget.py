@@ -101,7 +101,7 @@ def budget(
     console, run = console or terminal.console(), prepared.run
     chosen = [learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
-        lines = [line_of(prepared, i, question) for i in chosen]
+        lines = [_line_of(prepared, i, question) for i in chosen]
     if console.is_terminal:
         console.print(_table(lines, question))
     else:
@@ -114,7 +114,7 @@ def budget(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
     page = folder / "budget.html"
-    code = terminal.attempt(str(page), lambda: budget_page(run, lines, question).write(page))
+    code = terminal.attempt(str(page), lambda: _budget_page(run, lines, question).write(page))
     terminal.tell_file(folder / "budget.json")
     console.out(f"{folder}: budget.json{'' if code else ', budget.html'}", highlight=False)
     return code
@@ -131,7 +131,7 @@ def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
     return spec.names.index(name)
 
 
-def line_of(prepared: Prepared, learner: int, question: Question) -> _BudgetLine:
+def _line_of(prepared: Prepared, learner: int, question: Question) -> _BudgetLine:
     """What one learner's messages may tell."""
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
@@ -270,7 +270,7 @@ def _learner(line: _BudgetLine) -> dict[str, Any]:
     }
 
 
-def budget_page(run: Run, lines: Sequence[_BudgetLine], question: Question) -> Page:
+def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: Question) -> Page:
     """What a run promises, and what that rests on."""
     heads = _heads(lines, question)
     columns = (Column("learner"), Column("listening", kind="text"), *(Column(f"ε {head}") for head in heads.values()))

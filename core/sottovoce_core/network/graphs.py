@@ -77,14 +77,14 @@ class Graph(_Source):
                 adjacency[i, j] = 1.0
         return adjacency
 
-    def listed(self, n: int) -> Edges:
+    def listed(self, n: int) -> _Edges:
         """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
 
         Raises:
             SpecError: as `pairs`.
         """
         pairs = ((i, j) if self.one_way else (min(i, j), max(i, j)) for i, j in self.pairs(n))
-        return Edges(edges=tuple(pairs), directed=self.one_way)
+        return _Edges(edges=tuple(pairs), directed=self.one_way)
 
 
 GRAPHS: Registry[Graph] = Registry(
@@ -97,7 +97,7 @@ GRAPHS: Registry[Graph] = Registry(
         "grid": "_Grid",
         "erdos_renyi": "_ErdosRenyi",
         "watts_strogatz": "_WattsStrogatz",
-        "edges": "Edges",
+        "edges": "_Edges",
         "file": "_GraphFile",
     },
     group="graphs",
@@ -191,14 +191,14 @@ class _WattsStrogatz(Graph):
         return list(nx.watts_strogatz_graph(n, self.nearest, self.probability, seed=self.seed).edges)
 
 
-class Edges(Graph):
+class _Edges(Graph):
     """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
 
     kind: Literal["edges"] = "edges"
     edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
     directed: bool = False
 
-    def listed(self, n: int) -> Edges:
+    def listed(self, n: int) -> _Edges:
         return self
 
     def pairs(self, n: int) -> list[Edge]:
@@ -230,8 +230,8 @@ class _GraphFile(Graph):
     def file(self) -> bool:
         return True
 
-    def read(self, names: Sequence[str]) -> Edges:  # type: ignore[override]  # another kind of graph
-        return Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
+    def read(self, names: Sequence[str]) -> _Edges:  # type: ignore[override]  # another kind of graph
+        return _Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
 
     def pairs(self, n: int) -> list[Edge]:
         return self.read(names_of(n)).pairs(n)
@@ -271,7 +271,7 @@ class GraphSequence(_Source):
 
 SEQUENCES: Registry[GraphSequence] = Registry(
     GraphSequence,  # type: ignore[type-abstract]  # of its subclasses
-    {"periodic": "_PeriodicGraphs", "random": "RandomGraphs"},
+    {"periodic": "_PeriodicGraphs", "random": "_RandomGraphs"},
     group="graph_sequences",
 )
 
@@ -310,7 +310,7 @@ class _PeriodicGraphs(GraphSequence):
         return self.model_copy(update={"graphs": tuple(graph.listed(n) for graph in self.graphs)})
 
 
-class RandomGraphs(_Drawn, GraphSequence):
+class _RandomGraphs(_Drawn, GraphSequence):
     """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
 
     The seed is public: everybody can draw the graph of every round alone.

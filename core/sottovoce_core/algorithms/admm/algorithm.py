@@ -33,7 +33,7 @@ from sottovoce_core.noise.mechanisms import say_laplace, spherical_density
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """A node before round t.
 
     Attributes:
@@ -76,7 +76,7 @@ class Admm:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         node = replace(
             self.nodes[0],
             alpha=who.pick(tuple(float(each.alpha) for each in self.nodes)),
@@ -84,9 +84,9 @@ class Admm:
             degree=who.pick(tuple(float(each.degree) for each in self.nodes)),
         )
         zero = np.zeros((*who.lead, self.dim))
-        return State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
+        return _State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         step, problem = self._iteration(state)
         if step.perturbed == "nothing":
             primal = said = problem.minimise(state.primal)
@@ -102,7 +102,7 @@ class Admm:
                 primal, said = exact, exact + drawn
         return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         node, around = state.node, heard.total("y")
         return replace(
             state,
@@ -113,10 +113,10 @@ class Admm:
             count=state.count + _records(batch),
         )
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.primal
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         """As `Algorithm.overheard`. With output noise, the density is that of the exact minimiser where it was said.
 
         A message without noise must be a minimiser up to twice the solver's tolerance.
@@ -154,7 +154,7 @@ class Admm:
             accountant.advance(1)
         return float(1.0 / accountant.step.rate)
 
-    def _iteration(self, state: State) -> tuple[Perturbation, LocalProblem]:
+    def _iteration(self, state: _State) -> tuple[Perturbation, LocalProblem]:
         """How this round is perturbed, and the problem before that."""
         node, count = state.node, state.count
         step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
@@ -175,7 +175,7 @@ class Admm:
         return step, problem
 
 
-def _drawn(noise: Noise, state: State, rate: Scalars) -> FloatArray:
+def _drawn(noise: Noise, state: _State, rate: Scalars) -> FloatArray:
     """The round's e. Where many are stacked, the silent ones among them (rate infinite) are asked for, too, and get zero.
 
     A learner alone asks nobody then: no source of real noise serves a rate that is not finite.

@@ -29,7 +29,7 @@ class LocalProblem:
         loss: phi.
         records: `a_i, b_i`.
         weight: of a record's loss.
-        smoothness: bound on the norm of the Hessian.
+        smoothness: bound on the norm of the _Hessian.
         stiffness: positive.
         linear: `(..., dim)`.
         tolerance: norm of the gradient at which a point counts as the minimiser.
@@ -59,12 +59,12 @@ class LocalProblem:
         terms = terms + self.stiffness * norm(point) + norm(self.linear)
         return gradient, np.maximum(self.tolerance, ROUNDING * terms)
 
-    def hessian(self, point: FloatArray) -> Hessian:
+    def hessian(self, point: FloatArray) -> _Hessian:
         """Of the objective at points `(..., dim)`."""
         features, labels = self.records.features, self.records.labels
         bends = self._real(self.loss.bend(scores_of(point, features), beside(labels, point)), point)
         rows = features[..., None, :, :] if point.ndim > labels.ndim else features
-        return Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
+        return _Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
 
     def minimise(self, start: FloatArray) -> FloatArray:
         """Where the gradient's norm is at most the tolerance: Newton steps from `start`, each row by itself.
@@ -116,7 +116,7 @@ class LocalProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Hessian:
+class _Hessian:
     """`R^T R + s I`, where R has a row for every record: by `R R^T + s I` where records are fewer than dimensions.
 
     Attributes:

@@ -204,7 +204,7 @@ class _BlocksSpec(_DualAveragingSpec):
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
-        owned = blocks(dim, n)
+        owned = _blocks(dim, n)
         noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
         return self._build(setting, owned, noisy, True, kind, allow_rows)
 
@@ -253,7 +253,7 @@ class DppsSpec(_DualAveragingSpec):
         return self._build(setting, everything, everything, False, "columns", False)
 
 
-def blocks(dim: int, n_learners: int) -> Mask:
+def _blocks(dim: int, n_learners: int) -> Mask:
     """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
     lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
     owner = np.repeat(np.arange(n_learners), lengths)

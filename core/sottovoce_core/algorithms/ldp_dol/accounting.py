@@ -94,7 +94,7 @@ def require_mode(mode: Mode, known: Regularity) -> None:
         raise CheckFailed("CONVEX_CLIPPED", f"{text}, got clip_norm={known.clip_norm}")
 
 
-class SensitivityRecursion:
+class _SensitivityRecursion:
     """`Phi_t`, round by round: O(1) a round.
 
     Args:
@@ -144,7 +144,7 @@ class SensitivityRecursion:
 
 
 def _first_record(
-    sensitivity: SensitivityRecursion, learner: LearnerScales, rounds: int, batch_size: int = 1
+    sensitivity: _SensitivityRecursion, learner: LearnerScales, rounds: int, batch_size: int = 1
 ) -> list[float]:
     """`sqrt(n) Phi_t / rho_t` of so many rounds, without lattice: equal batches, one record of the first one replaced."""
     losses = []
@@ -191,7 +191,7 @@ class LdpDolAccountant(FirstRecord):
         self._mode, self._known, self._schedules, self._learner = mode, known, schedules, learner
         self._smallest = learner.own_weight if smallest_own_weight is None else smallest_own_weight
         self._changes = own_weight_at is not None
-        self._sensitivity = SensitivityRecursion(mode, known, schedules, own_weight_at or learner.own_weight)
+        self._sensitivity = _SensitivityRecursion(mode, known, schedules, own_weight_at or learner.own_weight)
         self._root = math.sqrt(learner.dim)
         proof = (
             "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce_core.algorithms.ldp_dol"
@@ -225,7 +225,9 @@ class LdpDolAccountant(FirstRecord):
         smoothness = self._known.smoothness + self._known.ridge
         theirs = replace(self._known, smoothness=smoothness, ridge=0.0, diameter=math.inf)
         return np.cumsum(
-            _first_record(SensitivityRecursion("loose", theirs, self._schedules, self._smallest), self._learner, rounds)
+            _first_record(
+                _SensitivityRecursion("loose", theirs, self._schedules, self._smallest), self._learner, rounds
+            )
         )
 
     def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
@@ -278,7 +280,7 @@ def _head(
     mode: Mode, known: Regularity, schedules: Schedules, learner: LearnerScales, batch_size: int, rounds: int
 ) -> tuple[float, float]:
     """The privacy loss of the first `rounds` rounds, up to a million, and `Phi` after them; most learners of a run share it."""
-    sensitivity = SensitivityRecursion(mode, known, schedules, learner.own_weight)
+    sensitivity = _SensitivityRecursion(mode, known, schedules, learner.own_weight)
     return math.fsum(_first_record(sensitivity, learner, rounds, batch_size)), sensitivity.phi
 
 
