@@ -19,8 +19,7 @@ from sottovoce_core.algorithms.admm.accounting import (
     Variant,
     _output_loss,
 )
-from sottovoce_core.algorithms.admm.algorithm import Admm, _State
-from sottovoce_core.algorithms.admm.local import LocalProblem, _Hessian, norm
+from sottovoce_core.algorithms.admm.algorithm import Admm, _Hessian, _LocalProblem, _norm, _State
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.data import LearnerData, PlacedData
@@ -269,9 +268,9 @@ def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     )
     weight, stiffness = 1000.0 / 40, 0.01
     smoothness = 1000.0 * loss.curvature + stiffness
-    problem = LocalProblem(loss, Batch(features, labels), weight, smoothness, stiffness, linear, 1e-9)
+    problem = _LocalProblem(loss, Batch(features, labels), weight, smoothness, stiffness, linear, 1e-9)
     gradient, enough = problem.gradient(problem.minimise(start))
-    assert (norm(gradient) <= enough).all()
+    assert (_norm(gradient) <= enough).all()
     assert enough.max() < 1e-8
 
 
@@ -289,7 +288,7 @@ def test_a_hessian_is_the_same_in_the_smaller_space(records: int, dim: int) -> N
 
 def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = Logistic(feature_bound=1.0, ridge=0.0)
-    problem = LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
+    problem = _LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
     monkeypatch.setattr(_Hessian, "solve", lambda self, vectors: -vectors)
     np.testing.assert_allclose(problem.minimise(np.ones(2)), best, atol=1e-9)

@@ -22,8 +22,7 @@ from sottovoce_core.algorithms.admm.accounting import (
     Unperturbed,
     Variant,
 )
-from sottovoce_core.algorithms.admm.algorithm import Admm
-from sottovoce_core.algorithms.admm.local import ROUNDING
+from sottovoce_core.algorithms.admm.algorithm import ROUNDING, Admm
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.losses import Loss, MarginLoss
