@@ -22,8 +22,8 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
 )
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
-from sottovoce_core.algorithms.follow_the_leader.gossip import gossip_of
-from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem, problem_of
+from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
+from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import FloatArray
@@ -367,7 +367,7 @@ def test_gossip_agrees_as_fast_as_promised(n: int, steps: int, seed: int) -> Non
     weights = np.random.default_rng(seed).random((n, n))
     weights = (weights + weights.T) / (4 * n)
     np.fill_diagonal(weights, 0.0)
-    gossip = gossip_of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
+    gossip = Gossip.of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
     Q, J = gossip.polynomial(steps, gossip.momentum), np.full((n, n), 1 / n)
     s = math.sqrt(1 - gossip.sigma_2**2)
     np.testing.assert_allclose(Q.sum(axis=0), 1.0)
@@ -658,7 +658,7 @@ def test_default_regularization_minimises_the_regret_bound() -> None:
 def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
     """The bound (8) itself, scanned; `alpha L` where that is larger."""
     run = ran("pd-ftgl", 1000, loss={**LOSS, "ridge": alpha}, algorithm={"multiplier": None})
-    problem = problem_of(Setting(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network))
+    problem = Problem.of(Setting(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network))
     G, R, L, E = problem.lipschitz, problem.radius, 10, 25.0
     z = np.arange(1, 101)
 

@@ -28,7 +28,7 @@ from sottovoce_core.network.roster import Absence, Mask, Roster
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.network.weights import Mixing
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce_core.privacy.guarantee import ThreatModel, regularity_of
+from sottovoce_core.privacy.guarantee import Regularity, ThreatModel
 from sottovoce_core.running.metrics import Metrics
 from sottovoce_core.running.participation import require_amendment, with_learner, without
 from sottovoce_core.running.placement import place
@@ -459,7 +459,7 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     run = build_run(spec, 3)
     algorithm = run.algorithm
     assert isinstance(algorithm, LdpDol)
-    own, known = spec.roster.attendance(learner, ROUNDS), regularity_of(spec.loss, spec.decision_set, 3)
+    own, known = spec.roster.attendance(learner, ROUNDS), Regularity.of(spec.loss, spec.decision_set, 3)
     weights = [float(run.network.at(t).neighbours[learner].sum()) for t in range(ROUNDS)]
     assert len(set(weights)) > 1 and all((weights[t] > 0) == (t in own) for t in range(ROUNDS))
     recursion = _SensitivityRecursion("best", known, algorithm.schedules, lambda t: weights[t])

@@ -165,6 +165,31 @@ class Policy(Section):
             most_learners=spec.n_learners,
         )
 
+    @classmethod
+    def load(cls, path: Path | None) -> Policy:
+        """Read a YAML file; without one, the default.
+
+        Raises:
+            SpecError: unreadable, too long, not YAML, or no valid policy: one line per problem.
+        """
+        if path is None:
+            return cls()
+        text = text_of(path, "a policy", LONGEST_FILE)
+        if not text.strip():
+            raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
+        document = document_of(text, str(path), "a policy")
+        try:
+            policy = cls.model_validate(document)
+        except ValidationError as error:
+            raise SpecError(explain(error, str(path), document, cls)) from None
+        policy._source = path.name
+        return policy
+
+    def dump(self) -> str:
+        """The policy as YAML, every clause with what it says."""
+        head = "# What a learner's owner allows. A clause that is left out is that of the default."
+        return "\n\n".join([head, *_clauses(self, "")]) + "\n"
+
     def require_identity(self) -> None:
         """Of a learner that has none: without one, nobody can tell who is at the other end.
 
@@ -307,33 +332,7 @@ class _Finding:
     enough: str = ""
 
 
-def load_policy(path: Path | None) -> Policy:
-    """Read a YAML file; without one, the default.
-
-    Raises:
-        SpecError: unreadable, too long, not YAML, or no valid policy: one line per problem.
-    """
-    if path is None:
-        return Policy()
-    text = text_of(path, "a policy", LONGEST_FILE)
-    if not text.strip():
-        raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
-    document = document_of(text, str(path), "a policy")
-    try:
-        policy = Policy.model_validate(document)
-    except ValidationError as error:
-        raise SpecError(explain(error, str(path), document, Policy)) from None
-    policy._source = path.name
-    return policy
-
-
 _BEGIN = "`sottovoce policy` prints one to begin with"
-
-
-def dump_policy(policy: Policy) -> str:
-    """A policy as YAML, every clause with what it says."""
-    head = "# What a learner's owner allows. A clause that is left out is that of the default."
-    return "\n\n".join([head, *_clauses(policy, "")]) + "\n"
 
 
 def _clauses(section: Section, indent: str) -> Iterator[str]:

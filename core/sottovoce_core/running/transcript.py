@@ -46,35 +46,21 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
-    """A dictionary that forgets what was set longest ago."""
+    """A dictionary that forgets what was set longest ago.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        most: entries that it keeps; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
         super().__init__()
         self._most = most
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if len(self) > self._most:
+        if self._most is not None and len(self) > self._most:
             self.popitem(last=False)
-
-
-class Versions(Generic[K]):
-    """Which bytes were heard first, by key: whose message it is, and of which round.
-
-    Args:
-        kept: keys that are remembered; None: all.
-    """
-
-    def __init__(self, kept: int | None = None) -> None:
-        self._first: dict[K, bytes] = {} if kept is None else Recent(kept)
-
-    def first(self, key: K, digest: bytes) -> bytes:
-        """The digest of the version that was heard first: of this one, where nothing was."""
-        found = self._first.get(key)
-        if found is None:
-            found = self._first[key] = digest
-        return found
 
 
 class Assembly(Generic[V]):
@@ -103,7 +89,7 @@ class Assembly(Generic[V]):
         self._names = names
         self.next, self.equivocations = 0, list[tuple[int, int]]()
         self._learners, self._rounds, self._network = learners, rounds, network
-        self._versions: Versions[tuple[int, int]] = Versions(kept)
+        self._versions: Recent[tuple[int, int], bytes] = Recent(kept)
         self._pending: dict[int, dict[int, V]] = {}
         self._last = -1
 
@@ -126,7 +112,7 @@ class Assembly(Generic[V]):
                 f"each of {self._learners} learners must speak as itself, {late}, "
                 f"got {called(self._names, claimed)} in round {t} from {called(self._names, sender)}"
             )
-        if self._versions.first((t, sender), digest) != digest:
+        if self._versions.setdefault((t, sender), digest) != digest:
             self.equivocations.append((t, sender))
         elif t >= self.next:
             self._pending.setdefault(t, {}).setdefault(sender, content)

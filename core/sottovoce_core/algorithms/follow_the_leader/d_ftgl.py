@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of
-from sottovoce_core.algorithms.follow_the_leader.parameters import problem_of
+from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy
+from sottovoce_core.algorithms.follow_the_leader.parameters import Problem
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce_core.arrays import Batch, FloatArray
@@ -44,7 +44,7 @@ class DFtglSpec(AlgorithmSpec):
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
     def build(self, setting: Setting) -> tuple[_DFtgl, tuple[Caveat, ...]]:
-        gossip, problem = gossip_of(setting.fixed_network, self.lazy), problem_of(setting)
+        gossip, problem = Gossip.of(setting.fixed_network, self.lazy), Problem.of(setting)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from sottovoce_core.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, levels
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy, gossip_of
+from sottovoce_core.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales, times
 from sottovoce_core.arrays import MOST_NUMBERS, FloatArray
 from sottovoce_core.errors import CheckFailed, SpecError
@@ -45,6 +45,21 @@ class Problem:
     radius: float
     lipschitz: float
     alpha: float
+
+    @classmethod
+    def of(cls, setting: Setting) -> Problem:
+        """Read off the setting.
+
+        Raises:
+            CheckFailed: ORIGIN or ENDLESS.
+        """
+        setting.require_end("an algorithm whose regularization follows from the number of rounds")
+        if not setting.decision_set.contains_origin:
+            raise CheckFailed(
+                "ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not"
+            )
+        radius = setting.decision_set.largest_norm(setting.dim)
+        return cls(setting.rounds, radius, setting.loss.gradient_bound(radius), setting.loss.ridge)
 
     def paper_numerator(self, dim: int) -> float:
         """`6 sqrt(d) (G + alpha R) (2 + log2 T)`: epsilon times Laplace scale in Theorem 3.6."""
@@ -92,19 +107,6 @@ class Problem:
             middle = math.sqrt(low) * math.sqrt(high)
             low, high = (middle, high) if falling(middle) else (low, middle)
         return high
-
-
-def problem_of(setting: Setting) -> Problem:
-    """Read off the setting.
-
-    Raises:
-        CheckFailed: ORIGIN or ENDLESS.
-    """
-    setting.require_end("an algorithm whose regularization follows from the number of rounds")
-    if not setting.decision_set.contains_origin:
-        raise CheckFailed("ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not")
-    radius = setting.decision_set.largest_norm(setting.dim)
-    return Problem(setting.rounds, radius, setting.loss.gradient_bound(radius), setting.loss.ridge)
 
 
 def _require_bound(lipschitz: float, what: str) -> float:
@@ -214,11 +216,11 @@ class _BlockSpec(AlgorithmSpec):
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
     def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Caveat, ...]]:
-        gossip = gossip_of(setting.fixed_network, self.lazy)
+        gossip = Gossip.of(setting.fixed_network, self.lazy)
         if gossip.smallest < -ROUNDING:  # accelerated gossip has no bound then
             text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
             raise CheckFailed("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")
-        problem, sharp = problem_of(setting), gossip.sharp_steps(setting.rounds)
+        problem, sharp = Problem.of(setting), gossip.sharp_steps(setting.rounds)
         length = self.block_length or self._default_length(problem, gossip)
         steps = self.gossip_steps or self._default_steps(length, sharp)
         blocks = _plan_blocks(setting.rounds, length, steps, self.delay, sharp)

@@ -45,7 +45,7 @@ from sottovoce_core.losses import Loss, bounded, mean_gradient
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import Noise
 from sottovoce_core.noise.mechanisms import certain_density, laplace_density, largest_said, lattice_of, say_laplace
-from sottovoce_core.privacy.guarantee import Event, Regularity, regularity_of
+from sottovoce_core.privacy.guarantee import Event, Regularity
 
 # ---- algorithm -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class GossipDescent:
 
     def regularity(self) -> Regularity:
         """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
-        known = regularity_of(self.loss, self.decision_set, self.dim)
+        known = Regularity.of(self.loss, self.decision_set, self.dim)
         if self.gradient_at == "own":
             return known
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)

@@ -28,7 +28,7 @@ from sottovoce_core.losses.history import History, start_history
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import Noise
 from sottovoce_core.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
-from sottovoce_core.privacy.guarantee import regularity_of
+from sottovoce_core.privacy.guarantee import Regularity
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class LdpDol:
         return state, laplace_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
-        known = regularity_of(self.loss, self.decision_set, self.dim)
+        known = Regularity.of(self.loss, self.decision_set, self.dim)
         smallest = float(self.network.at(0).neighbours.sum(axis=1).min())
         changing = self.network.horizon > 1
         return LdpDolAccountant(

@@ -17,7 +17,7 @@ from sottovoce_core.errors import require
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.history import QuadraticHistory, start_history
 from sottovoce_core.network.topology import FixedNetwork
-from sottovoce_core.privacy.guarantee import Regularity, regularity_of
+from sottovoce_core.privacy.guarantee import Regularity
 
 
 class LdpDolSpec(AlgorithmSpec):
@@ -51,7 +51,7 @@ class LdpDolSpec(AlgorithmSpec):
             algorithm.sigma,
             algorithm.varsigma,
             topology,
-            regularity_of(setting.loss, setting.decision_set, setting.dim),
+            Regularity.of(setting.loss, setting.decision_set, setting.dim),
             strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
         )
         ends = (0, setting.rounds - 1)  # the noise grows with the rounds
