@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.running.policy import load_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 
 ALLOWING_FILE = Path(__file__).with_name("allowing.yaml")
-ALLOWING = load_policy(ALLOWING_FILE)
+ALLOWING = Policy.load(ALLOWING_FILE)
 """A policy under which any run goes on."""
 
 

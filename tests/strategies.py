@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.decision_sets import Block, Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
+from sottovoce_core.decision_sets import Box, DecisionSet, L2Ball, _Block, _L1Ball, _Product, _Simplex, _TraceNorm
 from sottovoce_core.losses import MarginLoss
 from sottovoce_core.losses.linear import Hinge, Logistic, PassGlm, Ridge, SmoothedHinge, Softmax, Squared
 
@@ -29,17 +29,17 @@ def matrices(rows: int, columns: int, size: float = 100.0) -> st.SearchStrategy[
 
 balls = st.builds(L2Ball, radius=positive)
 boxes = st.builds(lambda low, width: Box(low=low, high=low + width), st.floats(-50.0, 50.0), positive)
-l1_balls = st.builds(L1Ball, radius=positive)
-simplices = st.builds(Simplex, radius=positive)
+l1_balls = st.builds(_L1Ball, radius=positive)
+simplices = st.builds(_Simplex, radius=positive)
 products = st.builds(
-    lambda *parts: Product(
-        blocks=tuple(Block(size=size, set=part) for size, part in zip((1, 3, 2), parts, strict=True))
+    lambda *parts: _Product(
+        blocks=tuple(_Block(size=size, set=part) for size, part in zip((1, 3, 2), parts, strict=True))
     ),
     balls,
     st.one_of(l1_balls, simplices),
     boxes,
 )
-trace_norms = st.builds(TraceNorm, rows=st.just(2), columns=st.just(3), radius=positive)
+trace_norms = st.builds(_TraceNorm, rows=st.just(2), columns=st.just(3), radius=positive)
 decision_sets: st.SearchStrategy[DecisionSet] = st.one_of(balls, boxes, l1_balls, simplices, trace_norms, products)
 """Of vectors of length 6."""
 

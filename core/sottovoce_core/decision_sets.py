@@ -71,10 +71,10 @@ DECISION_SETS: Registry[DecisionSet] = Registry(
     {
         "l2_ball": "L2Ball",
         "box": "Box",
-        "l1_ball": "L1Ball",
-        "simplex": "Simplex",
-        "trace_norm": "TraceNorm",
-        "product": "Product",
+        "l1_ball": "_L1Ball",
+        "simplex": "_Simplex",
+        "trace_norm": "_TraceNorm",
+        "product": "_Product",
     },
     group="decision_sets",
 )
@@ -152,7 +152,7 @@ class Box(DecisionSet):
         return math.sqrt(dim) * (self.high - self.low)
 
 
-class Simplex(DecisionSet):
+class _Simplex(DecisionSet):
     """All theta without negative coordinates whose sum is `radius`. The origin is not among them."""
 
     kind: Literal["simplex"] = "simplex"
@@ -177,7 +177,7 @@ class Simplex(DecisionSet):
         return math.sqrt(2) * self.radius if dim > 1 else 0.0
 
 
-class L1Ball(_Ball):
+class _L1Ball(_Ball):
     """All theta with l1 norm at most `radius`."""
 
     kind: Literal["l1_ball"] = "l1_ball"
@@ -198,7 +198,7 @@ class L1Ball(_Ball):
         return point
 
 
-class TraceNorm(_Ball):
+class _TraceNorm(_Ball):
     """Matrices whose singular values have a sum of at most `radius`, flattened row by row: of `softmax`, one a class."""
 
     kind: Literal["trace_norm"] = "trace_norm"
@@ -236,7 +236,7 @@ class TraceNorm(_Ball):
         return vectors.reshape(*vectors.shape[:-1], self.rows, self.columns)
 
 
-class Block(Section):
+class _Block(Section):
     """The next `size` parameters, and the set that they lie in."""
 
     size: Count
@@ -249,11 +249,11 @@ class Block(Section):
         return self
 
 
-class Product(DecisionSet):
+class _Product(DecisionSet):
     """Consecutive blocks of parameters, each with a set of its own."""
 
     kind: Literal["product"] = "product"
-    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
+    blocks: Annotated[tuple[_Block, ...], Field(min_length=1)]
 
     @property
     def size(self) -> int:

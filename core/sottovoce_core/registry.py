@@ -234,6 +234,7 @@ class Registry(Generic[SectionT]):
         classes = {name: self.find(name) for name in self.built_in}
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
         for each in map(handler.resolve_ref_schema, listed):
+            each["title"] = each["title"].removeprefix("_")
             kind = each["properties"][self.key].get("const")
             each["required"] = list(
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])

@@ -33,7 +33,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.explaining import explain
 from sottovoce_core.losses import AnyLoss
 from sottovoce_core.losses.linear import Logistic
-from sottovoce_core.network.roster import Absence, Roster, check_absences, names_of
+from sottovoce_core.network.roster import Absence, Roster, names_of
 from sottovoce_core.network.topology import Topology
 from sottovoce_core.registry import ENDLESS, Count, Positive, Seconds, Section
 from sottovoce_core.yaml_files import document_of, fields_of, text_of, write_yaml
@@ -234,7 +234,7 @@ class RunSpec(Section):
     @classmethod
     def _absences_fit(cls, absences: tuple[Absence, ...], before: ValidationInfo) -> tuple[Absence, ...]:
         if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
-            check_absences(Roster(names_of(before.data["learners"]), absences), before.data["rounds"])
+            Roster(names_of(before.data["learners"]), absences).check(before.data["rounds"])
         return absences
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.explaining import requirement
 from sottovoce_core.registry import Section
-from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_core.yaml_files import document_of, text_of
 from sottovoce_learner.config import LearnerConfig
@@ -88,7 +88,7 @@ def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfi
     if twice := {each for each in names if names.count(each) > 1}:
         raise SpecError(f"each learner needs a name of its own, got {sorted(twice)[0]!r} twice")
     several, identity = len(names) > 1, options["identity"]
-    allowed = load_policy(options["policy"])
+    allowed = Policy.load(options["policy"])
     return _distinct(
         [
             _config(name, options, identity / f"learner-{name}" if several and identity else identity, allowed)
@@ -107,7 +107,7 @@ def hosted(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
     Raises:
         SpecError: it cannot be read, or says something that is not known; or one of them cannot be as it says.
     """
-    file, policy, configs = _read(path), cache(load_policy), []  # few policies, of many learners
+    file, policy, configs = _read(path), cache(Policy.load), []  # few policies, of many learners
     for name, own in file.learners.items():
         said = {**options, **file.said, **own.said}
         identity = said["identity"]

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
-from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
+from sottovoce_client.privacy.budget import Question, _line_of, budget
 from sottovoce_client.privacy.calibrate import horizon_of, target_of
-from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, measure
+from sottovoce_client.privacy.tradeoff import Trade, _answer_of, _measure, _Measured
 from sottovoce_core.budget.calibration import epsilons
 from sottovoce_core.budget.composition import epsilon_at
 from sottovoce_core.errors import SpecError
@@ -109,10 +109,10 @@ def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -
 
 
 def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
-    line = line_of(prepared_of(records), 0, Question(group=3))
-    assert line.group == pytest.approx(3 * line.event, rel=1e-15)
-    whole = line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, Question(group=3))
-    assert whole.group == whole.event  # an event replaces all records already
+    line = _line_of(prepared_of(records), 0, Question(group=3))
+    assert line.epsilons["group"] == pytest.approx(3 * line.guarantee.epsilon(), rel=1e-15)
+    whole = _line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, Question(group=3))
+    assert whole.epsilons["group"] == whole.epsilons["event"]  # an event replaces all records already
 
 
 def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> None:
@@ -156,11 +156,10 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
-    line = line_of(prepared_of(records), 0, Question(uses=True))
-    assert isinstance(line, BudgetLine)
+    line = _line_of(prepared_of(records), 0, Question(uses=True))
     event, record = line.curve("event"), line.curve("record")
     assert event is not None and record is not None
-    assert (event[-1], record[-1]) == pytest.approx((line.event, line.record))
+    assert (event[-1], record[-1]) == pytest.approx((line.epsilons["event"], line.epsilons["record"]))
     assert line.curve("output") is None
 
 
@@ -269,24 +268,26 @@ def test_levels() -> None:
 
 def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
     prepared, trade = prepared_of(records, rounds=60), Trade((0.1, 5.0, 500.0), "tracking_error", replicas=8)
-    found = [measure(prepared, epsilon, trade) for epsilon in trade.epsilons]
+    found = [_measure(prepared, epsilon, trade) for epsilon in trade.epsilons]
     for each, target in zip(found, trade.epsilons, strict=True):
         assert 0.999 * target <= each.epsilon <= target
     assert found[0].loss > found[1].loss > found[2].loss
     assert all(each.error > 0 for each in found)
     wrong = Trade((1.0,), "error", replicas=2)
-    assert 0 <= measure(prepared, 1.0, wrong).loss <= 1
+    assert 0 <= _measure(prepared, 1.0, wrong).loss <= 1
     with pytest.raises(SpecError, match=r"--metric must be one of .*error.*, got luck"):
-        measure(prepared, 1.0, Trade((1.0,), "luck"))
+        _measure(prepared, 1.0, Trade((1.0,), "luck"))
 
 
 def test_by_default_only_simulated_levels_are_allowed() -> None:
-    measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
-    best = answer_of(measured, Trade(())).optimum
+    measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
+    best = _answer_of(measured, Trade(())).optimum
     assert best.lowest == pytest.approx(0.02, rel=1e-3)
     assert best.highest == 1.0
     assert best.alpha == pytest.approx(0.1422, abs=1e-3)
-    assert answer_of(measured, Trade((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(0.1198, rel=1e-2)
+    assert _answer_of(measured, Trade((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
+        0.1198, rel=1e-2
+    )
 
 
 def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None:

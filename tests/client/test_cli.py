@@ -30,7 +30,7 @@ from sottovoce_client.running.local import LocalServices
 from sottovoce_core.data.known import VARIABLE
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import load as load_experiment
-from sottovoce_core.running.transcript import read_transcript
+from sottovoce_core.running.transcript import read_noise
 from sottovoce_core.spec import load_spec, parse_spec
 from sottovoce_core.spec_versions import FORMAT
 from sottovoce_eavesdropper import FORMAT as CAPTURES
@@ -315,9 +315,9 @@ def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "one").iterdir()}
     assert names == {"spec.yaml", "transcript.parquet", "decisions.parquet", "noise.parquet"}
 
-    said = read_transcript(tmp_path / "one" / "transcript.parquet", run="tiny").fields["y"]
-    decided = read_transcript(tmp_path / "one" / "decisions.parquet").fields["decision"]
-    noise = read_transcript(tmp_path / "one" / "noise.parquet").fields["y"]
+    said = read_noise(tmp_path / "one" / "transcript.parquet")["y"]
+    decided = read_noise(tmp_path / "one" / "decisions.parquet")["decision"]
+    noise = read_noise(tmp_path / "one" / "noise.parquet")["y"]
     assert said.shape == noise.shape == (20, 3, 2, FEATURES)
     assert decided.shape == (21, 3, 2, FEATURES)
     np.testing.assert_allclose(said, decided[:-1] + noise, rtol=0, atol=1e-9)
@@ -325,7 +325,7 @@ def test_simulate_writes_what_it_promises(tmp_path: Path) -> None:
 
     recorded = ["--replicas", "2", "--write", "transcript", "--recorded-noise", str(tmp_path / "one" / "noise.parquet")]
     assert ran("simulate", spec, "--out", str(tmp_path / "two"), *recorded)[0] == 0
-    again = read_transcript(tmp_path / "two" / "transcript.parquet").fields["y"]
+    again = read_noise(tmp_path / "two" / "transcript.parquet")["y"]
     np.testing.assert_allclose(again, said, rtol=1e-12, atol=1e-12)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.privacy.budget import Question, budget_page, line_of
-from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, tradeoff_page
+from sottovoce_client.privacy.budget import Question, _budget_page, _line_of
+from sottovoce_client.privacy.tradeoff import Trade, _answer_of, _Measured, _tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.compare import Result, compare_page
@@ -92,12 +92,12 @@ def of_a_budget(name: str) -> Page:
     run = named(setup.build(), name)
     prepared = Prepared(run, made_up(run.spec, setup.n_features))
     question = Question(delta=1e-6, group=2, uses=True)
-    return budget_page(run, [line_of(prepared, i, question) for i in range(2)], question)
+    return _budget_page(run, [_line_of(prepared, i, question) for i in range(2)], question)
 
 
 def of_a_tradeoff(name: str) -> Page:
-    measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
-    return tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, answer_of(measured, Trade(())), Trade(()))
+    measured = [_Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
+    return _tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, _answer_of(measured, Trade(())), Trade(()))
 
 
 PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)

@@ -18,7 +18,7 @@ from sottovoce_client.privacy.policy import check_policy, show_policy
 from sottovoce_client.running.local import LocalServices
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import prepare
-from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, ALLOWING_FILE
@@ -43,7 +43,7 @@ def checked(spec: RunSpec, policy: Policy) -> tuple[bool, str]:
 def test_a_policy_is_shown_whole(path: Path | None) -> None:
     to, out = console()
     show_policy(path, to)
-    assert yaml.safe_load(out.getvalue()) == load_policy(path).model_dump(mode="json")
+    assert yaml.safe_load(out.getvalue()) == Policy.load(path).model_dump(mode="json")
     assert out.getvalue().count("# ") > len(Policy.model_fields)
 
 

@@ -24,7 +24,7 @@ from sottovoce_client.running.simulation import promise, simulate_to, sizes
 from sottovoce_client.wording import number
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Experiment, load
-from sottovoce_core.running.transcript import TranscriptWriter, read_noise, read_transcript
+from sottovoce_core.running.transcript import TranscriptWriter, read_noise
 from sottovoce_core.spec import dump_spec
 from tests.gossip import Gossip, gossip_spec
 
@@ -57,7 +57,7 @@ def test_recorded_noise_is_read_back_and_said_again(
     first = simulated(tmp_path / "first", changes, write=("transcript", "noise"))
     again = simulated(tmp_path / "again", changes, noise=first / "noise.parquet", write=("transcript", "noise"))
 
-    said, repeated = (read_transcript(folder / "transcript.parquet").fields for folder in (first, again))
+    said, repeated = (read_noise(folder / "transcript.parquet") for folder in (first, again))
     assert said.keys() == repeated.keys()
     assert all(np.array_equal(said[name], repeated[name]) for name in said)
     drawn, redrawn = (read_noise(folder / "noise.parquet") for folder in (first, again))

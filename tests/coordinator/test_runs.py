@@ -10,7 +10,7 @@ import pytest
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_core.errors import Rule
-from sottovoce_core.network.graphs import Edges
+from sottovoce_core.network.graphs import _Edges
 from sottovoce_core.network.weights import digest_of
 from sottovoce_core.running.run import build_run
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
@@ -60,7 +60,7 @@ def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
     spec = spec_from_wire(told.spec, imports=False)
 
     assert (told.index, told.n_features, told.mirror) == (1, 3, "mirror:9")
-    assert spec.topology.graph == Edges(kind="edges", edges=((0, 1), (1, 2)))
+    assert spec.topology.graph == _Edges(kind="edges", edges=((0, 1), (1, 2)))
     assert spec.model_copy(update={"topology": held.run.spec.topology}) == held.run.spec
 
 

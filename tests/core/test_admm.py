@@ -12,10 +12,14 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce_core.algorithms.admm.accounting import _output_loss
-from sottovoce_core.algorithms.admm.algorithm import Admm, State
-from sottovoce_core.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
-from sottovoce_core.algorithms.admm.local import Hessian, LocalProblem, norm
+from sottovoce_core.algorithms.admm.accounting import (
+    DualCalibration,
+    Node,
+    PrimalCalibration,
+    Variant,
+    _output_loss,
+)
+from sottovoce_core.algorithms.admm.algorithm import Admm, _Hessian, _LocalProblem, _norm, _State
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.data import LearnerData, PlacedData
@@ -64,7 +68,7 @@ def at_once(data: PlacedData) -> PlacedData:
     return replace(data, learners=tuple(learners))
 
 
-def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[tuple[State, State]]:
+def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[tuple[_State, _State]]:
     """The state after speaking and the one after listening, of every round, all learners at once."""
     state = run.algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
@@ -264,9 +268,9 @@ def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     )
     weight, stiffness = 1000.0 / 40, 0.01
     smoothness = 1000.0 * loss.curvature + stiffness
-    problem = LocalProblem(loss, Batch(features, labels), weight, smoothness, stiffness, linear, 1e-9)
+    problem = _LocalProblem(loss, Batch(features, labels), weight, smoothness, stiffness, linear, 1e-9)
     gradient, enough = problem.gradient(problem.minimise(start))
-    assert (norm(gradient) <= enough).all()
+    assert (_norm(gradient) <= enough).all()
     assert enough.max() < 1e-8
 
 
@@ -277,16 +281,16 @@ def test_a_hessian_is_the_same_in_the_smaller_space(records: int, dim: int) -> N
     vectors = generator.normal(size=(7, 4, dim))
     dense = rows.swapaxes(-1, -2) @ rows + stiffness[..., None] * np.eye(dim)
 
-    hessian = Hessian(rows, stiffness)
+    hessian = _Hessian(rows, stiffness)
     np.testing.assert_allclose(hessian.solve(vectors), np.linalg.solve(dense, vectors[..., None])[..., 0], rtol=1e-9)
     np.testing.assert_allclose(hessian.log_determinant(), np.linalg.slogdet(dense)[1], rtol=1e-9, atol=1e-9)
 
 
 def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = Logistic(feature_bound=1.0, ridge=0.0)
-    problem = LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
+    problem = _LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
-    monkeypatch.setattr(Hessian, "solve", lambda self, vectors: -vectors)
+    monkeypatch.setattr(_Hessian, "solve", lambda self, vectors: -vectors)
     np.testing.assert_allclose(problem.minimise(np.ones(2)), best, atol=1e-9)
 
 
@@ -563,8 +567,8 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
 
 def test_the_solvers_error_is_part_of_pvps_sensitivity() -> None:
     (node, count), (rough, _) = a_node(1.0, 100, 10, 0.1, 0.5), a_node(1.0, 100, 10, 0.1, 0.5, tolerance=0.1)
-    assert moved(rough, count, 1.0, 0.3, 1.0) - moved(node, count, 1.0, 0.3, 1.0) == pytest.approx(0.2 / 2.1)
-    assert moved(rough, count, 1.0, 0.0, 0.0) == 0.0
+    assert rough.shift(count, 1.0, 0.3, 1.0) - node.shift(count, 1.0, 0.3, 1.0) == pytest.approx(0.2 / 2.1)
+    assert rough.shift(count, 1.0, 0.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, *PRIVATE], ids=["admm", *names])

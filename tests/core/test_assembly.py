@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.run import build_run
-from sottovoce_core.running.transcript import Assembly, Recent, Versions
+from sottovoce_core.running.transcript import Assembly, Recent
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -88,18 +88,18 @@ def test_memory_may_be_bounded() -> None:
     for t in range(100):
         take(assembly, t, 0)
         assert list(ready(assembly)) == [(t, ["0"])]
-    assert len(assembly._versions._first) == 10 and not assembly._pending
+    assert len(assembly._versions) == 10 and not assembly._pending
     take(assembly, 3, 0, "other")
     take(assembly, 99, 0, "other")
     assert (list(ready(assembly)), assembly.equivocations) == ([], [(99, 0)])
 
 
 def test_the_version_heard_first_stands_until_it_is_forgotten() -> None:
-    versions = Versions[str](2)
-    assert [versions.first("a", each) for each in (b"1", b"2", b"1")] == [b"1"] * 3
-    versions.first("b", b"1")
-    versions.first("c", b"1")
-    assert versions.first("a", b"2") == b"2"
+    versions = Recent[str, bytes](2)
+    assert [versions.setdefault("a", each) for each in (b"1", b"2", b"1")] == [b"1"] * 3
+    versions.setdefault("b", b"1")
+    versions.setdefault("c", b"1")
+    assert versions.setdefault("a", b"2") == b"2"
 
 
 def test_what_was_set_longest_ago_is_forgotten() -> None:

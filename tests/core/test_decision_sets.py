@@ -16,14 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.decision_sets import (
     AnyDecisionSet,
-    Block,
     Box,
     DecisionSet,
-    L1Ball,
     L2Ball,
-    Product,
-    Simplex,
-    TraceNorm,
+    _Block,
+    _L1Ball,
+    _Product,
+    _Simplex,
+    _TraceNorm,
 )
 from sottovoce_core.errors import SpecError
 from tests.examples import small_run
@@ -42,17 +42,17 @@ def holds(chosen: DecisionSet, point: FloatArray, slack: float = 1e-9) -> bool:
     match chosen:
         case L2Ball():
             return bool(np.linalg.norm(point) <= chosen.radius * (1 + slack))
-        case L1Ball():
+        case _L1Ball():
             return bool(np.abs(point).sum() <= chosen.radius * (1 + slack))
-        case Simplex():
+        case _Simplex():
             return bool((point >= 0).all() and abs(point.sum() - chosen.radius) <= slack * chosen.radius)
         case Box():
             return bool(((chosen.low <= point) & (point <= chosen.high)).all())
-        case TraceNorm():
+        case _TraceNorm():
             return bool(
                 np.linalg.norm(point.reshape(chosen.rows, chosen.columns), "nuc") <= chosen.radius * (1 + slack)
             )
-        case Product():
+        case _Product():
             parts = np.split(point, np.cumsum([block.size for block in chosen.blocks])[:-1])
             return all(holds(block.set, part) for block, part in zip(chosen.blocks, parts, strict=True))
     raise AssertionError(chosen)
@@ -65,17 +65,17 @@ def extreme_points(chosen: DecisionSet, dim: int, seed: int) -> FloatArray:
         case L2Ball():
             normal = generator.normal(size=(50, dim))
             return as_floats(chosen.radius * normal / np.linalg.norm(normal, axis=1, keepdims=True))
-        case L1Ball():
+        case _L1Ball():
             return np.concatenate([chosen.radius * np.eye(dim), -chosen.radius * np.eye(dim)])
-        case Simplex():
+        case _Simplex():
             return chosen.radius * np.eye(dim)
         case Box():
             return np.array(list(product([chosen.low, chosen.high], repeat=dim)))
-        case TraceNorm():
+        case _TraceNorm():
             left, right = generator.normal(size=(50, chosen.rows, 1)), generator.normal(size=(50, 1, chosen.columns))
             rank_one = left * right / (np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=2))[..., None]
             return as_floats(chosen.radius * rank_one.reshape(50, dim))
-        case Product():
+        case _Product():
             own = [extreme_points(block.set, block.size, seed) for block in chosen.blocks]
             return np.stack([np.concatenate([each[generator.integers(len(each))] for each in own]) for _ in range(50)])
     raise AssertionError(chosen)
@@ -129,11 +129,11 @@ def test_a_point_inside_stays_as_it_is() -> None:
     assert L2Ball(radius=0.5).project(theta).tolist() == [0.3, -0.4]
     assert Box(low=-0.4, high=0.3).project(theta).tolist() == [0.3, -0.4]
     assert L2Ball(radius=1.0).project(np.zeros(2)).tolist() == [0.0, 0.0]
-    assert L1Ball(radius=0.7).project(theta).tolist() == [0.3, -0.4]
-    assert TraceNorm(rows=1, columns=2, radius=0.5).project(theta).tolist() == [0.3, -0.4]
+    assert _L1Ball(radius=0.7).project(theta).tolist() == [0.3, -0.4]
+    assert _TraceNorm(rows=1, columns=2, radius=0.5).project(theta).tolist() == [0.3, -0.4]
     both = np.array([[0.3, -0.4], [3.0, -4.0]])
-    assert L1Ball(radius=0.7).project(both)[0].tolist() == [0.3, -0.4]
-    assert TraceNorm(rows=1, columns=2, radius=0.5).project(both)[0].tolist() == [0.3, -0.4]
+    assert _L1Ball(radius=0.7).project(both)[0].tolist() == [0.3, -0.4]
+    assert _TraceNorm(rows=1, columns=2, radius=0.5).project(both)[0].tolist() == [0.3, -0.4]
 
 
 def test_a_ball_scales_and_a_box_clips() -> None:
@@ -149,35 +149,35 @@ def test_sizes_are_as_small_as_they_can_be() -> None:
 
 def test_projections_by_hand() -> None:
     """Shifted and cut off; of a matrix, its singular values."""
-    assert Simplex(radius=1.0).project(np.array([0.5, 0.9, -3.0])) == pytest.approx([0.3, 0.7, 0.0])
-    assert Simplex(radius=2.0).project(np.zeros(4)) == pytest.approx([0.5] * 4)
-    assert L1Ball(radius=1.0).project(np.array([-0.5, 0.9, 0.1])) == pytest.approx([-0.3, 0.7, 0.0])
-    assert TraceNorm(rows=2, columns=2, radius=3.0).project(np.array([3.0, 0.0, 0.0, -2.0])) == pytest.approx(
+    assert _Simplex(radius=1.0).project(np.array([0.5, 0.9, -3.0])) == pytest.approx([0.3, 0.7, 0.0])
+    assert _Simplex(radius=2.0).project(np.zeros(4)) == pytest.approx([0.5] * 4)
+    assert _L1Ball(radius=1.0).project(np.array([-0.5, 0.9, 0.1])) == pytest.approx([-0.3, 0.7, 0.0])
+    assert _TraceNorm(rows=2, columns=2, radius=3.0).project(np.array([3.0, 0.0, 0.0, -2.0])) == pytest.approx(
         [2.0, 0.0, 0.0, -1.0]
     )
-    parts = Product(blocks=(Block(size=2, set=L2Ball(radius=1.0)), Block(size=1, set=Box(low=-1.0, high=1.0))))
+    parts = _Product(blocks=(_Block(size=2, set=L2Ball(radius=1.0)), _Block(size=1, set=Box(low=-1.0, high=1.0))))
     assert parts.project(np.array([3.0, 4.0, -5.0])) == pytest.approx([0.6, 0.8, -1.0])
 
 
 def test_far_away_points_keep_their_digits() -> None:
     """Shifting by the largest coordinate first, the sum is exact to rounding of what remains."""
     theta = 1e9 + np.array([0.0, 0.25, 0.5, -1e12])
-    nearest = Simplex(radius=1.0).project(theta)
+    nearest = _Simplex(radius=1.0).project(theta)
     assert nearest == pytest.approx([1 / 12, 1 / 3, 7 / 12, 0.0], abs=1e-15)
 
 
 def test_sizes_of_the_other_sets() -> None:
-    assert (L1Ball(radius=5.0).largest_norm(9), L1Ball(radius=5.0).diameter(9)) == (5.0, 10.0)
-    assert (Simplex(radius=5.0).largest_norm(9), Simplex(radius=5.0).diameter(9)) == (5.0, 5.0 * math.sqrt(2))
-    assert Simplex(radius=5.0).diameter(1) == 0.0
+    assert (_L1Ball(radius=5.0).largest_norm(9), _L1Ball(radius=5.0).diameter(9)) == (5.0, 10.0)
+    assert (_Simplex(radius=5.0).largest_norm(9), _Simplex(radius=5.0).diameter(9)) == (5.0, 5.0 * math.sqrt(2))
+    assert _Simplex(radius=5.0).diameter(1) == 0.0
     assert (
-        TraceNorm(rows=3, columns=4, radius=5.0).largest_norm(12),
-        TraceNorm(rows=3, columns=4, radius=5.0).diameter(12),
+        _TraceNorm(rows=3, columns=4, radius=5.0).largest_norm(12),
+        _TraceNorm(rows=3, columns=4, radius=5.0).diameter(12),
     ) == (5.0, 10.0)
-    assert Product(blocks=(Block(size=2, set=L2Ball(radius=3.0)), Block(size=7, set=Simplex(radius=4.0)))).largest_norm(
-        9
-    ) == pytest.approx(5.0)
-    assert Product(blocks=(Block(size=2, set=L2Ball(radius=3.0)), Block(size=7, set=Simplex(radius=4.0)))).diameter(
+    assert _Product(
+        blocks=(_Block(size=2, set=L2Ball(radius=3.0)), _Block(size=7, set=_Simplex(radius=4.0)))
+    ).largest_norm(9) == pytest.approx(5.0)
+    assert _Product(blocks=(_Block(size=2, set=L2Ball(radius=3.0)), _Block(size=7, set=_Simplex(radius=4.0)))).diameter(
         9
     ) == pytest.approx(math.sqrt(36 + 32))
 
@@ -228,7 +228,7 @@ def test_nothing_to_minimise_gives_the_origin_where_there_is_one(chosen: Decisio
 def test_the_trace_norms_minimum_is_the_largest_singular_value(shape: tuple[int, int], seed: int, scale: float) -> None:
     """Against NumPy's SVD, tall and wide, and where squares leave the range of numbers."""
     matrix = scale * np.random.default_rng(seed).normal(size=shape)
-    lowest = TraceNorm(rows=shape[0], columns=shape[1], radius=10.0).minimise(matrix.ravel())
+    lowest = _TraceNorm(rows=shape[0], columns=shape[1], radius=10.0).minimise(matrix.ravel())
 
     assert lowest @ (matrix.ravel() / scale) == pytest.approx(-10.0 * np.linalg.norm(matrix / scale, 2), rel=1e-13)
     assert np.linalg.matrix_rank(lowest.reshape(shape)) == 1
@@ -237,7 +237,7 @@ def test_the_trace_norms_minimum_is_the_largest_singular_value(shape: tuple[int,
 @given(matrices(3, 4, 10.0))
 def test_a_repeated_singular_value_is_no_trouble(matrix: FloatArray) -> None:
     orthogonal = np.linalg.qr(matrix.T + np.eye(4, 3))[0].T  # three singular values of 1
-    assert TraceNorm(rows=3, columns=4, radius=2.0).minimise(orthogonal.ravel()) @ orthogonal.ravel() == pytest.approx(
+    assert _TraceNorm(rows=3, columns=4, radius=2.0).minimise(orthogonal.ravel()) @ orthogonal.ravel() == pytest.approx(
         -2.0
     )
 
@@ -250,9 +250,9 @@ def test_a_repeated_singular_value_is_no_trouble(matrix: FloatArray) -> None:
     [
         ({"kind": "l2_ball", "radius": 3}, L2Ball(radius=3.0)),
         ({"kind": "box", "low": -1, "high": 1}, Box(low=-1.0, high=1.0)),
-        ({"kind": "l1_ball", "radius": 3}, L1Ball(radius=3.0)),
-        ({"kind": "simplex"}, Simplex(radius=1.0)),
-        ({"kind": "trace_norm", "rows": 26, "columns": 16, "radius": 10}, TraceNorm(rows=26, columns=16, radius=10.0)),
+        ({"kind": "l1_ball", "radius": 3}, _L1Ball(radius=3.0)),
+        ({"kind": "simplex"}, _Simplex(radius=1.0)),
+        ({"kind": "trace_norm", "rows": 26, "columns": 16, "radius": 10}, _TraceNorm(rows=26, columns=16, radius=10.0)),
         (
             {
                 "kind": "product",
@@ -261,10 +261,10 @@ def test_a_repeated_singular_value_is_no_trouble(matrix: FloatArray) -> None:
                     {"size": 4, "set": {"kind": "l2_ball", "radius": 2}},
                 ],
             },
-            Product(
+            _Product(
                 blocks=(
-                    Block(size=6, set=TraceNorm(rows=2, columns=3, radius=1.0)),
-                    Block(size=4, set=L2Ball(radius=2.0)),
+                    _Block(size=6, set=_TraceNorm(rows=2, columns=3, radius=1.0)),
+                    _Block(size=4, set=L2Ball(radius=2.0)),
                 )
             ),
         ),
@@ -276,10 +276,10 @@ def test_a_spec_builds_its_set(section: dict[str, Any], chosen: DecisionSet) -> 
 
 
 def test_a_set_of_another_size_than_the_parameters_is_refused() -> None:
-    L1Ball(radius=1.0).require_dim(7)
-    TraceNorm(rows=2, columns=3, radius=1.0).require_dim(6)
+    _L1Ball(radius=1.0).require_dim(7)
+    _TraceNorm(rows=2, columns=3, radius=1.0).require_dim(6)
     with pytest.raises(SpecError, match="set is made for 6 parameters, and the loss has 7"):
-        TraceNorm(rows=2, columns=3, radius=1.0).require_dim(7)
+        _TraceNorm(rows=2, columns=3, radius=1.0).require_dim(7)
     softmax, letter = {"kind": "softmax", "classes": 26}, {"kind": "trace_norm", "rows": 26, "radius": 10.0}
     assert small_run(loss=softmax, decision_set={**letter, "columns": 16}, n_features=16).algorithm.dim == 416
     with pytest.raises(SpecError, match="made for 416 parameters, and the loss has 442"):

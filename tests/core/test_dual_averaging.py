@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sottovoce_core.algorithms.dual_averaging.accounting import DualAveragingAccountant
-from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, State
-from sottovoce_core.algorithms.dual_averaging.parameters import blocks
+from sottovoce_core.algorithms.dual_averaging.algorithm import DualAveraging, _State
+from sottovoce_core.algorithms.dual_averaging.parameters import _blocks
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import Batch, FloatArray
@@ -122,10 +122,10 @@ class Step(NamedTuple):
     """One round: the states before, after speaking and after listening, `(learners, replicas, dim)` inside."""
 
     t: int
-    before: State
-    spoken: State
+    before: _State
+    spoken: _State
     message: Message
-    after: State
+    after: _State
 
 
 def rounds_of(run: Run, data: PlacedData, noise: Noise, network: Network | None = None) -> Iterator[Step]:
@@ -143,7 +143,7 @@ def stacked_gradient(run: Run, data: PlacedData, step: Step) -> FloatArray:
     """u(t): each owner's block of the gradient at its own decision, clipped, one coordinate after the other."""
     algorithm = method(run)
     stacked = np.zeros(algorithm.dim)
-    for i, owned in enumerate(blocks(algorithm.dim, run.spec.n_learners)):
+    for i, owned in enumerate(_blocks(algorithm.dim, run.spec.n_learners)):
         batch, y = data.learners[i].batch(step.t), step.spoken.decision[i, 0]
         features, labels = run.loss.enforce(batch.features, batch.labels)
         block = run.loss.gradient_sum(y, Batch(features, labels))[owned] / (len(labels) if algorithm.mean else 1)
@@ -157,7 +157,7 @@ def stacked_gradient(run: Run, data: PlacedData, step: Step) -> FloatArray:
 
 @pytest.mark.parametrize(("dim", "longer", "shorter"), [(784, 112, 112), (3072, 439, 438)])
 def test_blocks_are_contiguous_and_the_first_ones_are_longer(dim: int, longer: int, shorter: int) -> None:
-    mask = blocks(dim, 7)
+    mask = _blocks(dim, 7)
     assert mask.sum(axis=1).tolist() == [longer] * 6 + [shorter]
     assert (mask.sum(axis=0) == 1).all()
     assert (np.diff(mask.argmax(axis=0)) >= 0).all()
@@ -181,7 +181,7 @@ def test_the_closed_form() -> None:
     """(17) with own-block noise and a fixed W: `z(t+1) = sum_s W^(t-s) (n u(s)) + W^(t+1-s) eta(s)`."""
     run = assemble(rounds=8, dim=6)
     data, steps = shared(run), []
-    weights, mask = run.network.at(0).matrix, blocks(6, 3)
+    weights, mask = run.network.at(0).matrix, _blocks(6, 3)
     noise, pushed = [], []
     for step in rounds_of(run, data, SeededNoise(2)):
         steps.append(step)
@@ -256,7 +256,7 @@ def test_noisy_blocks_lie_on_the_lattice() -> None:
     run = assemble(sigma=0.3, rounds=2)
     spacing = 2.0 ** (math.floor(math.log2(0.3)) - 40)
     for step in rounds_of(run, shared(run), SeededNoise(8)):
-        own = step.message["h"][:, 0][blocks(7, 3)]
+        own = step.message["h"][:, 0][_blocks(7, 3)]
         assert (own / spacing == np.rint(own / spacing)).all()
 
 
@@ -265,7 +265,7 @@ def test_noisy_blocks_lie_on_the_lattice() -> None:
 
 def regret(run: Run, network: Network, slopes: FloatArray) -> FloatArray:
     """`(rounds,)` regret per round so far of the decision put together of all blocks, for linear losses."""
-    mask, total, rates = blocks(run.algorithm.dim, run.spec.n_learners), 0.0, []
+    mask, total, rates = _blocks(run.algorithm.dim, run.spec.n_learners), 0.0, []
     radius = method(run).decision_set.largest_norm(run.algorithm.dim)
     ball = run.spec.decision_set.kind == "l2_ball"
     for step in rounds_of(run, shared(run, features=slopes), no_noise, network):

@@ -21,10 +21,9 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     lowbit,
 )
 from sottovoce_core.algorithms.follow_the_leader.algorithm import PdFtgl
-from sottovoce_core.algorithms.follow_the_leader.conditions import Problem
-from sottovoce_core.algorithms.follow_the_leader.d_ftgl import DFtgl
-from sottovoce_core.algorithms.follow_the_leader.gossip import gossip_of
-from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec
+from sottovoce_core.algorithms.follow_the_leader.d_ftgl import _DFtgl
+from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
+from sottovoce_core.algorithms.follow_the_leader.parameters import PdFtglSpec, Problem
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce_core.algorithms.setting import Setting
 from sottovoce_core.arrays import FloatArray
@@ -238,7 +237,7 @@ def test_conditional_gradient_comes_as_near_as_its_bound() -> None:
     state = algorithm.start(Who((0,), 50))
     x = algorithm.decision_set.project(generator.normal(size=(1, 50, 3)))
     state = replace(state, ahead=x, prefix=30 * generator.normal(size=(1, 50, 3)))
-    curvature = algorithm.problem.alpha * 40 + 2 * algorithm.regularization
+    curvature = algorithm.loss.ridge * 40 + 2 * algorithm.regularization
     best = algorithm.decision_set.project(-state.prefix / curvature)
     for t in range(80, 120):
         state = replace(state, t=t, ahead=algorithm._step_ahead(state))
@@ -289,7 +288,7 @@ def test_learning_starts_where_the_loss_says() -> None:
 
     for name in ("pd-ftgl", "pd-ocg", "d-ftgl"):
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
-        assert isinstance(run.algorithm, PdFtgl | DFtgl)
+        assert isinstance(run.algorithm, PdFtgl | _DFtgl)
         elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
         last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
@@ -302,7 +301,7 @@ def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     """(3) and (4), rounds counted from 0."""
     run = ran("d-ftgl", 30, 4, topology={"graph": "path"})
     data, P, algorithm = made_up(run.spec, batch=2), run.network.at(0).matrix, run.algorithm
-    assert isinstance(algorithm, DFtgl)
+    assert isinstance(algorithm, _DFtgl)
     total = np.zeros((4, 3))
     for step in simulated(run, data, no_noise):
         np.testing.assert_allclose(step.message["y"][:, 0], total, atol=1e-12)
@@ -368,7 +367,7 @@ def test_gossip_agrees_as_fast_as_promised(n: int, steps: int, seed: int) -> Non
     weights = np.random.default_rng(seed).random((n, n))
     weights = (weights + weights.T) / (4 * n)
     np.fill_diagonal(weights, 0.0)
-    gossip = gossip_of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
+    gossip = Gossip.of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
     Q, J = gossip.polynomial(steps, gossip.momentum), np.full((n, n), 1 / n)
     s = math.sqrt(1 - gossip.sigma_2**2)
     np.testing.assert_allclose(Q.sum(axis=0), 1.0)
@@ -659,7 +658,7 @@ def test_default_regularization_minimises_the_regret_bound() -> None:
 def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
     """The bound (8) itself, scanned; `alpha L` where that is larger."""
     run = ran("pd-ftgl", 1000, loss={**LOSS, "ridge": alpha}, algorithm={"multiplier": None})
-    problem = ftgl(run).problem
+    problem = Problem.of(Setting(run.spec.rounds, 3, run.loss, run.spec.decision_set, run.network))
     G, R, L, E = problem.lipschitz, problem.radius, 10, 25.0
     z = np.arange(1, 101)
 

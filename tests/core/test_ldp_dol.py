@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
 from sottovoce_core.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce_core.algorithms.ldp_dol.accounting import Schedules
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.losses.history import start_history

@@ -16,8 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, _infinite_horizon
-from sottovoce_core.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce_core.algorithms.ldp_dol.accounting import (
+    LdpDolAccountant,
+    LearnerScales,
+    Mode,
+    Schedules,
+    _infinite_horizon,
+)
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.errors import CheckFailed, SpecError
 from sottovoce_core.noise import grid

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sottovoce_core.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
-from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
-from sottovoce_core.algorithms.ldp_dol.sensitivity import Schedules
+from sottovoce_core.algorithms.ldp_dol.accounting import Schedules
+from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec, _check_ldp_dol, _large_statistics
 from sottovoce_core.algorithms.setting import Caveat
 from sottovoce_core.errors import CheckFailed
 from sottovoce_core.losses import Loss
@@ -53,7 +52,7 @@ def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: 
     spec = QUIET.model_copy(update={key: value for key, value in changes.items() if key not in _OF_CALL})
     arguments |= {key: value for key, value in changes.items() if key in _OF_CALL}
     schedules = Schedules(spec.lam0, spec.v, spec.gam0, spec.u)
-    return check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
+    return _check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
 
 
 _OF_CALL = {"sigma", "varsigma", "strong_convexity"}
@@ -225,13 +224,13 @@ def test_coupling_overshoot() -> None:
         (Logistic(), 20_000, ""),
     ],
 )
-def test_large_statistics(loss: Loss, dim: int, told: str) -> None:
-    found = list(large_statistics(loss, dim))
+def test__large_statistics(loss: Loss, dim: int, told: str) -> None:
+    found = list(_large_statistics(loss, dim))
     assert [each.code for each in found] == ["STATISTICS"] * bool(told)
     assert all(told in each.text for each in found)
 
 
-def test_a_run_tells_of_large_statistics() -> None:
+def test_a_run_tells_of__large_statistics() -> None:
     spec = small_spec(5, 2, algorithm={"name": "ldp-dol"}, loss={"kind": "ridge"})
     codes = [[each.code for each in build_run(spec, dim).warnings] for dim in (100, 10_000)]
     assert ["STATISTICS" in each for each in codes] == [False, True]

@@ -34,7 +34,7 @@ from sottovoce_core.losses.linear import (
 )
 from sottovoce_core.losses.loss import sigmoid
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.guarantee import regularity_of
+from sottovoce_core.privacy.guarantee import Regularity
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
@@ -250,8 +250,8 @@ def test_clipped_gradients_of_softmax_are_not_those_of_a_convex_function() -> No
     assert rises > 0
     assert not clipped.convex_clipped
     assert free.convex_clipped
-    assert not regularity_of(clipped, L2Ball(radius=1.0), 3).convex_step
-    assert regularity_of(free, L2Ball(radius=1.0), 3).convex_step
+    assert not Regularity.of(clipped, L2Ball(radius=1.0), 3).convex_step
+    assert Regularity.of(free, L2Ball(radius=1.0), 3).convex_step
 
 
 @given(st.one_of(squared_losses, pass_glms), st.floats(0.1, 50.0))

@@ -20,7 +20,7 @@ from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce_core.running import metrics
-from sottovoce_core.running.metrics import Curves, Metrics, Objective, _checkpoints
+from sottovoce_core.running.metrics import Curves, Metrics, _checkpoints, _Objective
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run, small_spec
@@ -42,13 +42,13 @@ LOSSES: list[dict[str, Any]] = [
 ]
 
 
-def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: int = 4) -> Objective:
+def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: int = 4) -> _Objective:
     """Separable by half: labels follow the first feature with noise."""
     generator = np.random.default_rng(seed)
     features = generator.normal(size=(records, dim))
     labels = (features[:, 0] + generator.normal(size=records) > 0).astype(np.float64)
     weights = generator.choice([0.5, 1.0, 2.0], size=records)
-    return Objective(small_spec(loss=loss).loss, features, labels, weights, 0.7)
+    return _Objective(small_spec(loss=loss).loss, features, labels, weights, 0.7)
 
 
 def measured(run: Run, data: PlacedData, noise: Any, replicas: int = 1, **options: Any) -> Curves:

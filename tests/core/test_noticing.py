@@ -129,7 +129,7 @@ def test_memory_is_bounded_whatever_comes() -> None:
     for k in range(2_000):
         noticing.promised(k, k + 1, k, k)
         noticing.heard(said(k * 2**40, sender=k, to=k + 1, stream=k))
-    assert max(len(noticing._versions._first), len(noticing._next), len(noticing._lengths)) == 50
+    assert max(len(noticing._versions), len(noticing._next), len(noticing._lengths)) == 50
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------

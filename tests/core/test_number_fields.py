@@ -13,7 +13,7 @@ import pytest
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.registry import Registry, Section
-from sottovoce_core.running.policy import Policy, load_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_core.yaml_files import parse_yaml
@@ -211,7 +211,7 @@ def test_so_does_a_policy(place: str, tmp_path: Path) -> None:
         if value == {} or parse_yaml(path.read_text(encoding="utf-8")) is None:
             continue
         with pytest.raises(SpecError) as refused:
-            load_policy(path)
+            Policy.load(path)
         assert violates(value, str(refused.value)), (value, str(refused.value))
 
 

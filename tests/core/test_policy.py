@@ -21,7 +21,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.privacy.accountant import ListedLosses
 from sottovoce_core.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce_core.running import policy as module
-from sottovoce_core.running.policy import LONGEST_FILE, Guarantees, Policy, dump_policy, load_policy
+from sottovoce_core.running.policy import LONGEST_FILE, Guarantees, Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, small_run, small_spec
@@ -142,7 +142,7 @@ def test_what_fits_is_let_through_and_every_clause_that_is_violated_is_named(
 def test_a_refusal_says_what_is_allowed_and_what_came(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("{telemetry: [predict], recorded: never, epsilon_per_run: 2}", encoding="utf-8")
-    text = refused(load_policy(path), promising(telemetry={"accuracy": True}, capture="relay"))
+    text = refused(Policy.load(path), promising(telemetry={"accuracy": True}, capture="relay"))
     assert text == (
         "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and recorded never, the spec "
         "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5" + WEIGHED
@@ -153,12 +153,12 @@ def test_a_refusal_ends_in_the_line_that_allows_the_run(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("{telemetry: [predict], recorded: never, most_rounds: 5}", encoding="utf-8")
     spec = promising(6, telemetry={"accuracy": True}, capture="relay")
-    end = refused(load_policy(path), spec).partition("the spec asks for [relay]; ")[2]
+    end = refused(Policy.load(path), spec).partition("the spec asks for [relay]; ")[2]
     assert end == (
         "`most_rounds: 6` and `telemetry: [predict, accuracy]` and `recorded: [relay]` in the file of --policy allows it"
     )
     path.write_text("\n".join(re.findall(r"`([^`]+)`", end)), encoding="utf-8")
-    load_policy(path).admit(spec, 3, 0)
+    Policy.load(path).admit(spec, 3, 0)
 
 
 def test_each_promise_covers_the_weaker_ones() -> None:
@@ -311,12 +311,12 @@ def test_a_policy_that_is_printed_is_read_as_the_same(tmp_path: Path) -> None:
     other = Policy(algorithms=("dsgd",), telemetry=("accuracy",), recorded=(), epsilon=3.0, most_rounds=None)
     for policy in (Policy(), other, ALLOWING):
         path = tmp_path / "policy.yaml"
-        path.write_text(dump_policy(policy), encoding="utf-8")
-        assert load_policy(path).model_dump() == policy.model_dump()
+        path.write_text(policy.dump(), encoding="utf-8")
+        assert Policy.load(path).model_dump() == policy.model_dump()
 
 
 def test_every_clause_is_explained_where_it_is_printed() -> None:
-    text = dump_policy(Policy())
+    text = Policy().dump()
     clauses = yaml.safe_load(text)
     assert clauses == Policy().model_dump(mode="json")
     for clause in (*Policy.model_fields.values(), *Guarantees.model_fields.values()):
@@ -326,13 +326,13 @@ def test_every_clause_is_explained_where_it_is_printed() -> None:
 
 def test_the_page_shows_the_default() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "policy.md").read_text(encoding="utf-8")
-    assert re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) == [dump_policy(Policy())]
+    assert re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) == [Policy().dump()]
 
 
 def test_the_default_is_finite() -> None:
     for clause in ("epsilon_per_run", "epsilon_per_month", "most_features", "most_rounds", "most_learners"):
         assert getattr(Policy(), clause) is not None
-    assert load_policy(None) == Policy()
+    assert Policy.load(None) == Policy()
 
 
 BAD = {
@@ -370,7 +370,7 @@ def test_a_bad_file_is_refused_in_a_line(tmp_path: Path, text: str, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("p.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(SpecError) as refusal:
-        load_policy(Path("p.yaml"))
+        Policy.load(Path("p.yaml"))
     assert BAD[text] in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -378,13 +378,13 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path) -> None
     (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9")
     for path in (tmp_path / "none.yaml", tmp_path, tmp_path / "latin.yaml"):
         with pytest.raises(SpecError, match=re.escape(f"cannot read the policy {path}: ")) as refusal:
-            load_policy(path)
+            Policy.load(path)
         assert "\n" not in str(refusal.value)
 
 
 def test_a_file_without_end_is_not_read_to_it() -> None:
     with pytest.raises(SpecError, match="a policy has at most"):
-        load_policy(Path("/dev/zero"))
+        Policy.load(Path("/dev/zero"))
 
 
 def test_what_a_policy_admits_is_what_is_run() -> None:

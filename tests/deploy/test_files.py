@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sottovoce_core.running.policy import load_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import load_spec
 from tests.deploy.engine import engine, require_engine
 from tests.deploy.faults import REFUSED
@@ -104,7 +104,7 @@ def test_versions_are_those_of_the_project() -> None:
 
 @pytest.mark.parametrize("name", ["live", "recorded"])
 def test_the_demos_specs_are_allowed_by_its_policy(name: str) -> None:
-    spec, policy = load_spec(DEPLOY / "demo" / f"{name}.yaml"), load_policy(DEPLOY / "demo" / "policy.yaml")
+    spec, policy = load_spec(DEPLOY / "demo" / f"{name}.yaml"), Policy.load(DEPLOY / "demo" / "policy.yaml")
     assert tuple(spec.names) == LEARNERS
     assert policy.most_rounds is not None and spec.rounds <= policy.most_rounds and not spec.endless
     assert spec.capture == ("relay" if name == "recorded" else "none") and "relay" in policy.recorded

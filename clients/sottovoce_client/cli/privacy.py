@@ -112,7 +112,7 @@ def policy(
     With SPEC, exits with 1 if the learner would not take part.
     """
     from sottovoce_client.privacy.policy import check_policy, show_policy
-    from sottovoce_core.running.policy import load_policy
+    from sottovoce_core.running.policy import Policy
 
     if spec is None:
         if learner is not None or features is not None:
@@ -125,7 +125,7 @@ def policy(
     from sottovoce_core.running.run import build_run
     from sottovoce_core.spec import load_spec
 
-    allowed, asked = load_policy(policy), load_spec(spec)
+    allowed, asked = Policy.load(policy), load_spec(spec)
     index = learner_index(asked, learner)
     if features is None:
         prepared = prepared_from(asked, live=True, learned=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from sottovoce_client.wording import number, plural
 from sottovoce_core.arrays import FloatArray, as_floats
 from sottovoce_core.budget.composition import (
     Alike,
+    dearest_losses,
     envelope,
     epsilon_at,
     group_loss,
-    learners_loss,
     message_losses,
     record_losses,
 )
@@ -39,33 +39,22 @@ from sottovoce_core.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BudgetLine:
+class _BudgetLine:
     """What one learner's messages may tell.
 
     Attributes:
         name: of the learner.
         guarantee: of one event, with the planned numbers of records.
-        event: epsilon of one event.
-        record: of the dearest record in all of its uses; None: not asked for.
-        group: of the dearest group; None: not asked for.
-        at_delta: of one event; None: no delta was given.
-        record_at_delta: of the dearest record in all of its uses.
-        record_curve: `(rounds,)` cumulative epsilon of that record.
+        epsilons: those that were asked for, or exist, by kind: `event`, `record` (the dearest one in all of its uses), `group`
+            (the dearest), `event_at_delta`, `record_at_delta`, `paper`, `infinite_horizon`, `output` (against a reader of
+            published decisions alone); None: there is no record.
+        record_curve: `(rounds,)` cumulative epsilon of the dearest record.
     """
 
     name: str
     guarantee: Guarantee
-    event: float
-    record: float | None
-    group: float | None
-    at_delta: float | None
-    record_at_delta: float | None
+    epsilons: Mapping[str, float | None]
     record_curve: FloatArray | None
-
-    @property
-    def output(self) -> float | None:
-        """Against somebody who sees published decisions only, where that is a promise of its own."""
-        return None if self.guarantee.output is None else float(self.guarantee.output[-1])
 
     def curve(self, kind: str) -> FloatArray | None:
         """`(rounds,)` cumulative epsilon of a kind of `KINDS`."""
@@ -112,7 +101,7 @@ def budget(
     console, run = console or terminal.console(), prepared.run
     chosen = [learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
-        lines = [line_of(prepared, i, question) for i in chosen]
+        lines = [_line_of(prepared, i, question) for i in chosen]
     if console.is_terminal:
         console.print(_table(lines, question))
     else:
@@ -125,7 +114,7 @@ def budget(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
     page = folder / "budget.html"
-    code = terminal.attempt(str(page), lambda: budget_page(run, lines, question).write(page))
+    code = terminal.attempt(str(page), lambda: _budget_page(run, lines, question).write(page))
     terminal.tell_file(folder / "budget.json")
     console.out(f"{folder}: budget.json{'' if code else ', budget.html'}", highlight=False)
     return code
@@ -142,90 +131,78 @@ def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
     return spec.names.index(name)
 
 
-def line_of(prepared: Prepared, learner: int, question: Question) -> BudgetLine:
+def _line_of(prepared: Prepared, learner: int, question: Question) -> _BudgetLine:
     """What one learner's messages may tell."""
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
     guarantee = run.guarantee(learner, counts)
     end = run.attendance(learner).end
     records = record_losses(accountant, own, end) if question.uses else []
-    charged = [each.charged(guarantee.per_round) for each in records]
-    dearest = max(charged, key=math.fsum) if charged else None
-    group = None
+    dearest = dearest_losses(records, guarantee.per_round) if records else None
+    epsilons: dict[str, float | None] = {"event": guarantee.epsilon()}
+    if question.uses:
+        epsilons["record"] = None if dearest is None else math.fsum(dearest)
     if question.group is not None:
         size = 1 if guarantee.event is Event.LEARNER else question.group
-        group = group_loss(records or [Alike(size, 1, None)], guarantee.per_round, size)
-    at_delta = record_at_delta = None
+        epsilons["group"] = group_loss(records or [Alike(size, 1, None)], guarantee.per_round, size)
     if question.delta is not None:
         single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
-        at_delta, record_at_delta = guarantee.epsilon(), None if dearest is None else math.fsum(dearest)
-        if single is not None:
-            at_delta = min(at_delta, epsilon_at(question.delta, single, mechanism))
-            if record_at_delta is not None:
-                worst = envelope([each.messages(single) for each in records])
-                record_at_delta = min(record_at_delta, epsilon_at(question.delta, worst, mechanism))
-    return BudgetLine(
-        name=run.spec.names[learner],
-        guarantee=guarantee,
-        event=guarantee.epsilon(),
-        record=None if dearest is None else math.fsum(dearest),
-        group=group,
-        at_delta=at_delta,
-        record_at_delta=record_at_delta,
-        record_curve=None if dearest is None else as_floats(np.cumsum(dearest)),
-    )
+        for kind in ("event", "record") if question.uses else ("event",):
+            pure = epsilons[kind]
+            if single is not None and pure is not None:
+                losses = single if kind == "event" else envelope([each.messages(single) for each in records])
+                pure = min(pure, epsilon_at(question.delta, losses, mechanism))
+            epsilons[f"{kind}_at_delta"] = pure
+    epsilons |= {"paper": float(guarantee.paper[-1]), "infinite_horizon": guarantee.infinite_horizon}
+    if guarantee.output is not None:
+        epsilons["output"] = float(guarantee.output[-1])
+    curve = None if dearest is None else as_floats(np.cumsum(dearest))
+    return _BudgetLine(run.spec.names[learner], guarantee, epsilons, curve)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _columns(lines: Sequence[BudgetLine], question: Question) -> list[tuple[str, list[float | None]]]:
-    """What is shown of every learner: a heading, and an epsilon each."""
-    columns: list[tuple[str, list[float | None]]] = [("per event", [line.event for line in lines])]
-    if question.uses:
-        columns.append(("per record, all uses", [line.record for line in lines]))
-    if question.group is not None:
-        columns.append((f"{question.group} {_what(question)}", [line.group for line in lines]))
-    if question.delta is not None:
-        columns.append((f"per event at δ = {question.delta:g}", [line.at_delta for line in lines]))
-        if question.uses:
-            columns.append((f"per record at δ = {question.delta:g}", [line.record_at_delta for line in lines]))
-    columns.append(("by the paper", [float(line.guarantee.paper[-1]) for line in lines]))
-    if any(line.output is not None for line in lines):
-        columns.append(("published decisions only", [line.output for line in lines]))
-    columns.append(("for ever", [line.guarantee.infinite_horizon for line in lines]))
-    return columns
+def _heads(lines: Sequence[_BudgetLine], question: Question) -> dict[str, str]:
+    """The headings of the epsilons that these lines have, by kind, in the order in which they are shown."""
+    noun = ("record" if question.uses else "event") + "s" * (question.group != 1)
+    heads = {
+        "event": "per event",
+        "record": "per record, all uses",
+        "group": f"{question.group} {noun}",
+        "event_at_delta": f"per event at δ = {question.delta or 0:g}",
+        "record_at_delta": f"per record at δ = {question.delta or 0:g}",
+        "paper": "by the paper",
+        "output": "published decisions only",
+        "infinite_horizon": "for ever",
+    }
+    return {kind: head for kind, head in heads.items() if any(kind in line.epsilons for line in lines)}
 
 
-def _what(question: Question) -> str:
-    noun = "record" if question.uses else "event"
-    return noun if question.group == 1 else f"{noun}s"
+def _rows(lines: Sequence[_BudgetLine], heads: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    for line in lines:
+        values = (number(line.epsilons.get(kind)) for kind in heads)
+        yield line.name, line.guarantee.grounds.threat_model.value, *values
 
 
-def _rows(lines: Sequence[BudgetLine], question: Question) -> Iterator[tuple[str, ...]]:
-    columns = _columns(lines, question)
-    for k, line in enumerate(lines):
-        yield line.name, line.guarantee.grounds.threat_model.value, *(number(values[k]) for _, values in columns)
-
-
-def _table(lines: Sequence[BudgetLine], question: Question) -> Table:
-    table = terminal.table(title="epsilon", title_justify="left")
-    for k, head in enumerate(("learner", "listening", *(head for head, _ in _columns(lines, question)))):
+def _table(lines: Sequence[_BudgetLine], question: Question) -> Table:
+    table, heads = terminal.table(title="epsilon", title_justify="left"), _heads(lines, question)
+    for k, head in enumerate(("learner", "listening", *heads.values())):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
-    for row in _rows(lines, question):
+    for row in _rows(lines, heads):
         table.add_row(*row)
     return table
 
 
-def _plain(line: BudgetLine, question: Question) -> str:
-    values = ", ".join(f"{head} {number(value)}" for head, (value,) in _columns([line], question))
+def _plain(line: _BudgetLine, question: Question) -> str:
+    values = ", ".join(f"{head} {number(line.epsilons[kind])}" for kind, head in _heads([line], question).items())
     return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
 
 
-def _facts(run: Run, lines: Sequence[BudgetLine]) -> Iterator[str]:
+def _facts(run: Run, lines: Sequence[_BudgetLine]) -> Iterator[str]:
     """Sentences under the table: the sum over learners, what the numbers rest on, the proof, and warnings."""
     if len(lines) > 1:
-        yield f"{_together(run, lines)}: epsilon {number(learners_loss(line.event for line in lines))}"
+        yield f"{_together(run, lines)}: epsilon {number(_sum(lines))}"
     promise = lines[0].guarantee
     yield f"one event: {promise.adjacency}"
     yield f"accounting: {promise.grounds.mode}; proof: {promise.grounds.proof}"
@@ -235,13 +212,18 @@ def _facts(run: Run, lines: Sequence[BudgetLine]) -> Iterator[str]:
         yield f"warning: {finding.text} [{finding.code}]"
 
 
-def _together(run: Run, lines: Sequence[BudgetLine]) -> str:
+def _sum(lines: Sequence[_BudgetLine]) -> float:
+    """What replacing something at each of these learners costs: each says its own noisy messages, so losses add up."""
+    return math.fsum(line.guarantee.epsilon() for line in lines)
+
+
+def _together(run: Run, lines: Sequence[_BudgetLine]) -> str:
     if run.spec.data.partition.shared:
         return f"an event shows in the messages of every learner, for they share their records; of these {len(lines)} together"
     return f"an event at each of these {len(lines)} learners, together"
 
 
-def _grounds(lines: Sequence[BudgetLine]) -> Iterator[tuple[str, str, str]]:
+def _grounds(lines: Sequence[_BudgetLine]) -> Iterator[tuple[str, str, str]]:
     """Constants: name, value or range of values over the learners, and what makes it true."""
     for name, ground in lines[0].guarantee.grounds.constants.items():
         values = [
@@ -254,7 +236,7 @@ def _grounds(lines: Sequence[BudgetLine]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _document(run: Run, lines: Sequence[BudgetLine], question: Question) -> dict[str, Any]:
+def _document(run: Run, lines: Sequence[_BudgetLine], question: Question) -> dict[str, Any]:
     """`budget.json`; an epsilon of null is infinite."""
     return {
         "name": run.spec.name,
@@ -264,30 +246,20 @@ def _document(run: Run, lines: Sequence[BudgetLine], question: Question) -> dict
         "group": question.group,
         "records_a_round": question.rate,  # of live ones, supposed
         "uses": question.uses,  # whether records were charged for all of their uses
-        "together": learners_loss(line.event for line in lines),  # epsilon of an event at every one of these learners
-        "learners": [_learner(line, question) for line in lines],
+        "together": _sum(lines),  # epsilon of an event at every one of these learners
+        "learners": [_learner(line) for line in lines],
         "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
     }
 
 
-def _learner(line: BudgetLine, question: Question) -> dict[str, Any]:
+def _learner(line: _BudgetLine) -> dict[str, Any]:
     """What one learner's messages may tell; of the epsilons those that were asked for, and exist."""
     promise = line.guarantee
-    asked = {
-        "event": (line.event, True),
-        "record": (line.record, question.uses),
-        "group": (line.group, question.group is not None),
-        "event_at_delta": (line.at_delta, question.delta is not None),
-        "record_at_delta": (line.record_at_delta, question.delta is not None and question.uses),
-        "paper": (float(promise.paper[-1]), True),
-        "infinite_horizon": (promise.infinite_horizon, True),
-        "output": (line.output, line.output is not None),
-    }
     return {
         "name": line.name,
         "threat_model": promise.grounds.threat_model,  # who may listen
         "adjacency": promise.adjacency,  # which two data sets must look alike
-        "epsilon": {kind: value for kind, (value, wanted) in asked.items() if wanted},
+        "epsilon": line.epsilons,
         "cumulative": promise.cumulative,  # epsilon of one event, after every round
         "accounting": promise.grounds.mode,
         "proof": promise.grounds.proof,
@@ -298,10 +270,10 @@ def _learner(line: BudgetLine, question: Question) -> dict[str, Any]:
     }
 
 
-def budget_page(run: Run, lines: Sequence[BudgetLine], question: Question) -> Page:
+def _budget_page(run: Run, lines: Sequence[_BudgetLine], question: Question) -> Page:
     """What a run promises, and what that rests on."""
-    heads = (Column("learner"), Column("listening", kind="text"))
-    epsilons = (Column(f"ε {head}") for head, _ in _columns(lines, question))
+    heads = _heads(lines, question)
+    columns = (Column("learner"), Column("listening", kind="text"), *(Column(f"ε {head}") for head in heads.values()))
     title = "What the messages may tell"
     values = {
         "run": run,
@@ -309,19 +281,20 @@ def budget_page(run: Run, lines: Sequence[BudgetLine], question: Question) -> Pa
         "promise": lines[0].guarantee,
         "warned": [(finding.code, finding.text) for finding in run.warnings],
         "together": _together(run, lines) if len(lines) > 1 else "",
-        "epsilon": learners_loss(line.event for line in lines),
+        "epsilon": _sum(lines),
     }
-    table = PageTable("learners", title, (*heads, *epsilons), list(_rows(lines, question)))
+    table = PageTable("learners", title, columns, list(_rows(lines, heads)))
     return Page("budget.html.j2", [table, grounds(list(_grounds(lines))), _plot(lines, question)], values)
 
 
-def _plot(lines: Sequence[BudgetLine], question: Question) -> Figure:
+def _plot(lines: Sequence[_BudgetLine], question: Question) -> Figure:
     """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
     curves = {}
     for kind in KINDS:
         known = [curve for line in lines if (curve := line.curve(kind)) is not None]
         if known:
             curves[kind] = np.stack(known)
-    deltas = [line.at_delta for line in lines if line.at_delta is not None and 0 < line.at_delta < math.inf]
+    at_delta = (line.epsilons.get("event_at_delta") or 0.0 for line in lines)
+    deltas = [epsilon for epsilon in at_delta if 0 < epsilon < math.inf]
     rounds, name = len(lines[0].guarantee.per_round), f"per event at δ = {question.delta:g}" if deltas else ""
     return spent_plot("Over the rounds", curves, [diamond(rounds, max(deltas), name, PINK)] if deltas else [])

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
-from sottovoce_core.running.policy import DAYS, PRICED, Policy, dump_policy, load_policy
+from sottovoce_core.running.policy import DAYS, PRICED, Policy
 from sottovoce_core.running.run import Run, first_round_above
 
 
@@ -24,8 +24,8 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
     Raises:
         SpecError: it is no valid policy.
     """
-    policy = load_policy(path)
-    (console or terminal.console()).out(dump_policy(policy), end="", highlight=False)
+    policy = Policy.load(path)
+    (console or terminal.console()).out(policy.dump(), end="", highlight=False)
     terminal.tell(lambda: policy.model_dump(mode="json"))
 
 

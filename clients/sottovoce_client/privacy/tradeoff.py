@@ -56,7 +56,7 @@ class Trade:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class _Measured:
     """The loss of accuracy at one level: its mean, and the standard error of that (not-a-number for one replica)."""
 
     epsilon: float
@@ -68,7 +68,7 @@ class Measured:
 class _Answer:
     """What was measured, fitted and found."""
 
-    measured: tuple[Measured, ...]
+    measured: tuple[_Measured, ...]
     curve: AccuracyCurve
     threshold: float
     optimum: Optimum
@@ -84,21 +84,21 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     measured = []
     for epsilon in trade.epsilons:
         with terminal.bar(f"simulating at epsilon {number(epsilon)}") as say:
-            measured.append(measure(prepared, epsilon, trade, say))
+            measured.append(_measure(prepared, epsilon, trade, say))
         loss = with_error(measured[-1].loss, measured[-1].error)
         console.print(f"epsilon {number(epsilon)}: {_words(trade.metric)} {loss}", highlight=False)
-    answer = answer_of(measured, trade)
+    answer = _answer_of(measured, trade)
     for text in _said(answer, trade):
         console.print(text, highlight=False, soft_wrap=True)
     write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
     page = folder / "tradeoff.html"
-    code = terminal.attempt(str(page), lambda: tradeoff_page(prepared.run.spec, answer, trade).write(page))
+    code = terminal.attempt(str(page), lambda: _tradeoff_page(prepared.run.spec, answer, trade).write(page))
     terminal.tell_file(folder / "tradeoff.json")
     console.out(f"{folder}: tradeoff.json{'' if code else ', tradeoff.html'}", highlight=False)
     return code
 
 
-def measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_nothing) -> Measured:
+def _measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_nothing) -> _Measured:
     """Simulate with the noise of one level; `say` is told how far it is."""
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
@@ -113,10 +113,10 @@ def measure(prepared: Prepared, epsilon: float, trade: Trade, say: Say = say_not
         raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
     curve = metrics.curves[name]
     loss = 1.0 - curve.final if trade.metric == _ERROR else curve.final
-    return Measured(max(found.epsilons), loss, curve.final_error)
+    return _Measured(max(found.epsilons), loss, curve.final_error)
 
 
-def answer_of(measured: Sequence[Measured], trade: Trade) -> _Answer:
+def _answer_of(measured: Sequence[_Measured], trade: Trade) -> _Answer:
     """Fit and solve."""
     epsilons = [each.epsilon for each in measured]
     curve = fit(epsilons, [each.loss for each in measured])
@@ -158,7 +158,7 @@ def _document(spec: RunSpec, answer: _Answer, trade: Trade) -> dict[str, Any]:
     }
 
 
-def tradeoff_page(spec: RunSpec, answer: _Answer, trade: Trade) -> Page:
+def _tradeoff_page(spec: RunSpec, answer: _Answer, trade: Trade) -> Page:
     """The best level, and the curve that it was found on."""
     loss = _words(trade.metric)
     rows = [(each.epsilon, (each.loss, each.error)) for each in answer.measured]

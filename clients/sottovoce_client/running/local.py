@@ -22,7 +22,7 @@ from typing import Self
 from sottovoce_client.pki import Authority
 from sottovoce_client.wording import plural
 from sottovoce_core.errors import SpecError, Unavailable
-from sottovoce_core.running.policy import Policy, dump_policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import RunSpec, code_to_import
 from sottovoce_eavesdropper.service import DRAIN_S
 from sottovoce_rpc.certificates import AUTHORITIES
@@ -172,7 +172,7 @@ class LocalServices:
             "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
         )
         self.coordinator = await self._announced(coordinator)
-        policy = dump_policy(Policy.for_spec(self.spec))
+        policy = Policy.for_spec(self.spec).dump()
         await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
         names = self.spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]

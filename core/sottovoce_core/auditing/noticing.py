@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.running.transcript import KEPT, Recent, Versions
+from sottovoce_core.running.transcript import KEPT, Recent
 from sottovoce_core.text import called
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
@@ -109,7 +109,7 @@ class Noticing:
 
     def __init__(self, expected: Expected, kept: int = KEPT) -> None:
         self.expected = expected
-        self._versions: Versions[tuple[int, int]] = Versions(kept)
+        self._versions: Recent[tuple[int, int], bytes] = Recent(kept)
         self._receivers: Recent[tuple[int, int], dict[int, bytes]] = Recent(kept)  # and what each of them heard first
         self._next: Recent[tuple[int, int, int], int] = Recent(kept)
         self._lengths: Recent[int, int] = Recent(kept)
@@ -126,7 +126,7 @@ class Noticing:
     def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
         """A message was heard; it is known from now on."""
         key = sender, t
-        first = self._versions.first(key, digest)
+        first = self._versions.setdefault(key, digest)
         receivers = self._receivers.get(key)
         if receivers is None:
             receivers = self._receivers[key] = {}
@@ -142,7 +142,7 @@ class Noticing:
         if said.claimed != said.sender:
             found.insert(0, self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
         key = said.sender, said.round
-        other = self._versions.first(key, said.digest) != said.digest
+        other = self._versions.setdefault(key, said.digest) != said.digest
         receivers = self._receivers.get(key, {})
         if other:
             found.append(self._contradiction(said, receivers))

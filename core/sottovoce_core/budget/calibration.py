@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.budget.composition import dearest_record, learners_loss, record_losses
+from sottovoce_core.budget.composition import dearest_record, record_losses
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import SpecError
@@ -119,7 +119,7 @@ def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, pe
 def _spent(run: Run, data: PlacedData, target: Target) -> FloatArray:
     """`(learners,)`, to be compared with the targets."""
     each = epsilons(run, data, target.horizon, target.per)
-    return np.array([learners_loss(each)] * len(each) if _shared(run.spec) else each)
+    return np.array([math.fsum(each)] * len(each) if _shared(run.spec) else each)
 
 
 def _shared(spec: RunSpec) -> bool:

@@ -151,11 +151,6 @@ def group_loss(records: Iterable[Alike], event: FloatArray, size: int) -> float:
     return math.fsum(dearest)
 
 
-def learners_loss(epsilons: Iterable[float]) -> float:
-    """What replacing something at each of several learners costs: the sum, for each says its own noisy messages."""
-    return math.fsum(epsilons)
-
-
 # ---- approximate DP ----------------------------------------------------------------------------------------------------
 
 

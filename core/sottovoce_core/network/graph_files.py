@@ -37,17 +37,6 @@ _LABELS = ("name", "label")
 """Attributes of GraphML nodes that hold a learner's name, where a program gives ids of its own."""
 _SHOWN = 60
 """Characters of a line that an error quotes: a graph is public."""
-_OTHERS = (
-    (r"\s*<", "XML: the name of a GraphML file must end in .graphml"),
-    (r"\s*[\[{]", "JSON: write its edges into the spec, as topology.graph.edges"),
-    (r"\s*(strict\s+)?(di)?graph\b.*[\[{]?\s*$", "DOT or GML"),
-    (r".*(->|--)", "DOT"),
-    (r"\s*graph\s*\[|\s*(node|edge|source|target)\b\s*(\[|\d)", "GML"),
-    (r"\s*(\*\w|%)", "Pajek or Matrix Market"),
-    (r"[^:]*\w\s*:(\s|$)", "an adjacency list: write each edge on a line of its own"),
-)
-"""How a line of another format begins."""
-_SEPARATORS = {",": "commas", ";": "semicolons", "|": "bars", "=": "equals signs"}
 
 
 def read_edges(path: Path, names: Sequence[str], *, directed: bool) -> list[Edge]:
@@ -156,31 +145,19 @@ def _require_both_or_one(path: Path, found: Mapping[int, Edge], names: Sequence[
 
 
 def _advice(line: str, index: _Index, *, first: bool) -> str:
-    """What a line that is no edge looks like, and what to do."""
-    if first and (found := format_of(line.encode())) and "XML" not in found and "JSON" not in found:
+    """What to do about a line that is no edge."""
+    if first and (found := format_of(line.encode())):
         return f"it looks like {found}"
-    if other := next((name for begin, name in _OTHERS if re.match(begin, line)), ""):
-        return f"it looks like {other}"
-    words = line.split()
     if len(_edge(line, index)) > 1:
         return "there are several ways to read it: call learners without blanks"
-    if sign := next((sign for sign in _SEPARATORS if sign in line), ""):
-        return f"put a blank in place of {_SEPARATORS[sign]}"
-    known = [word for word in words if word in index]
-    if len(words) == len(index) and set(words) <= {"0", "1", "0.0", "1.0"} and len(words) > 2:
-        return "it looks like an adjacency matrix: write each edge on a line of its own"
-    if len(words) == 1 or len(known) > 2:
-        return "it looks like an adjacency list: write each edge on a line of its own, and weights with a point (1.0)"
-    if len(words) == 3 and len(known) == 2:
-        return "a third value must be a weight above 0, with a point (1.0): remove it, or an edge that has weight 0"
-    if all(map(_NUMBER.fullmatch, words)) and "0" in index:
-        return "change the file or the number of learners"
+    words = line.split()
     near = [difflib.get_close_matches(word.casefold(), index, 1) for word in words if word not in index]
-    if hints := list(dict.fromkeys(each[0] for each in near if each)):
+    if len(words) == 2 and (hints := list(dict.fromkeys(each[0] for each in near if each))):
         return f"did you mean {' and '.join(map(repr, hints))}?"
-    if first and not known:
-        return "remove it if it is a line of column names; else name learners of the run"
-    return "name learners of the run, or change its learners"
+    return (
+        "write each edge on a line of its own, without other signs; only a weight above 0, with a point (1.0), may follow; a "
+        "GraphML file's name must end in .graphml"
+    )
 
 
 # ---- GraphML ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt, SerializeAsAny
@@ -21,23 +21,40 @@ from sottovoce_core.network.roster import names_of
 from sottovoce_core.registry import Count, Registry, Section
 
 
-class Graph(Section, ABC):
-    """Who is joined to whom."""
+class _Source(Section, ABC):
+    """A graph, or a sequence of graphs."""
 
     kind: str
 
-    file: ClassVar[bool] = False
-    """Is it read from a file, which others have not?"""
-
     @property
-    def one_way(self) -> bool:
-        """Is an edge a way for messages in one direction only?"""
+    def file(self) -> bool:
+        """Whether a graph is read from a file, which other machines do not have."""
         return False
 
     @property
+    def one_way(self) -> bool:
+        """Whether an edge may be a way for messages in one direction only: the field `directed`, if there is one."""
+        return bool(getattr(self, "directed", False))
+
+    @property
     def advice(self) -> str:
-        """What to change about it where it came out disconnected."""
+        """What to change where the graphs came out disconnected."""
         return "add edges until every learner can reach every other"
+
+    def read(self, names: Sequence[str]) -> Self:
+        """Replace files by what they say.
+
+        Args:
+            names: of the learners, by index; a file may name its nodes so.
+
+        Raises:
+            SpecError: a file cannot be used.
+        """
+        return self
+
+
+class Graph(_Source):
+    """Who is joined to whom."""
 
     @abstractmethod
     def pairs(self, n: int) -> list[Edge]:
@@ -46,17 +63,6 @@ class Graph(Section, ABC):
         Raises:
             SpecError: the graph is not one of n learners, or its file cannot be used.
         """
-
-    def read(self, names: Sequence[str]) -> Graph:
-        """The same graph without its file.
-
-        Args:
-            names: of the learners, by index; a file may name its nodes so.
-
-        Raises:
-            SpecError: its file cannot be used.
-        """
-        return self
 
     def adjacency(self, n: int) -> FloatArray:
         """The 0/1 matrix, `(n, n)`: 1 where learner i (row) hears learner j. An edge given twice is one edge.
@@ -71,28 +77,28 @@ class Graph(Section, ABC):
                 adjacency[i, j] = 1.0
         return adjacency
 
-    def listed(self, n: int) -> Edges:
+    def listed(self, n: int) -> _Edges:
         """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
 
         Raises:
             SpecError: as `pairs`.
         """
         pairs = ((i, j) if self.one_way else (min(i, j), max(i, j)) for i, j in self.pairs(n))
-        return Edges(edges=tuple(pairs), directed=self.one_way)
+        return _Edges(edges=tuple(pairs), directed=self.one_way)
 
 
 GRAPHS: Registry[Graph] = Registry(
     Graph,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "ring": "Ring",
-        "path": "PathGraph",
-        "star": "Star",
-        "complete": "Complete",
-        "grid": "Grid",
-        "erdos_renyi": "ErdosRenyi",
-        "watts_strogatz": "WattsStrogatz",
-        "edges": "Edges",
-        "file": "GraphFile",
+        "ring": "_Shape",
+        "path": "_Shape",
+        "star": "_Shape",
+        "complete": "_Shape",
+        "grid": "_Grid",
+        "erdos_renyi": "_ErdosRenyi",
+        "watts_strogatz": "_WattsStrogatz",
+        "edges": "_Edges",
+        "file": "_GraphFile",
     },
     group="graphs",
     also={"circle": "ring", "cycle": "ring", "line": "path", "chain": "path", "full": "complete", "clique": "complete"},
@@ -102,51 +108,20 @@ AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]
 """A field of a spec: the graph of the kind that it names."""
 
 
-class Ring(Graph):
-    """Every learner has two neighbours."""
+class _Shape(Graph):
+    """A ring, where every learner has two neighbours; a path; a star around the first learner; or a complete graph."""
 
-    kind: Literal["ring"] = "ring"
-
-    def pairs(self, n: int) -> list[Edge]:
-        import networkx as nx
-
-        return list(nx.cycle_graph(n).edges) if n > 1 else []  # networkx's ring of one is a self-loop
-
-
-class PathGraph(Graph):
-    """A line."""
-
-    kind: Literal["path"] = "path"
+    kind: Literal["ring", "path", "star", "complete"]
 
     def pairs(self, n: int) -> list[Edge]:
         import networkx as nx
 
-        return list(nx.path_graph(n).edges)
+        makers = {"ring": nx.cycle_graph, "path": nx.path_graph, "star": nx.star_graph, "complete": nx.complete_graph}
+        graph = makers[self.kind](n - 1 if self.kind == "star" else n)
+        return [(i, j) for i, j in graph.edges if i != j]  # networkx's ring of one is a self-loop
 
 
-class Star(Graph):
-    """The first learner is everybody's neighbour."""
-
-    kind: Literal["star"] = "star"
-
-    def pairs(self, n: int) -> list[Edge]:
-        import networkx as nx
-
-        return list(nx.star_graph(n - 1).edges)
-
-
-class Complete(Graph):
-    """Everybody is everybody's neighbour."""
-
-    kind: Literal["complete"] = "complete"
-
-    def pairs(self, n: int) -> list[Edge]:
-        import networkx as nx
-
-        return list(nx.complete_graph(n).edges)
-
-
-class Grid(Graph):
+class _Grid(Graph):
     """A rectangular grid of `rows` times `columns` learners, numbered row by row."""
 
     kind: Literal["grid"] = "grid"
@@ -165,21 +140,22 @@ class Grid(Graph):
         return list(nx.convert_node_labels_to_integers(cells, ordering="sorted").edges)
 
 
-class ErdosRenyi(Graph):
-    """Every pair is an edge with this probability; `directed`: every ordered pair."""
+class _Drawn(_Source):
+    """Random graphs in which every pair is an edge with the same probability."""
 
-    kind: Literal["erdos_renyi"] = "erdos_renyi"
     probability: Annotated[float, Field(gt=0, le=1)]
     seed: NonNegativeInt = 0
     directed: bool = False
 
     @property
-    def one_way(self) -> bool:
-        return self.directed
-
-    @property
     def advice(self) -> str:
         return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
+
+
+class _ErdosRenyi(_Drawn, Graph):
+    """Every pair is an edge with this probability; `directed`: every ordered pair."""
+
+    kind: Literal["erdos_renyi"] = "erdos_renyi"
 
     def pairs(self, n: int) -> list[Edge]:
         import networkx as nx
@@ -187,7 +163,7 @@ class ErdosRenyi(Graph):
         return list(nx.gnp_random_graph(n, self.probability, seed=self.seed, directed=self.directed).edges)
 
 
-class WattsStrogatz(Graph):
+class _WattsStrogatz(Graph):
     """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
 
     kind: Literal["watts_strogatz"] = "watts_strogatz"
@@ -215,18 +191,14 @@ class WattsStrogatz(Graph):
         return list(nx.watts_strogatz_graph(n, self.nearest, self.probability, seed=self.seed).edges)
 
 
-class Edges(Graph):
+class _Edges(Graph):
     """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
 
     kind: Literal["edges"] = "edges"
     edges: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt], ...], Field(examples=[[[0, 1], [1, 2]]])]
     directed: bool = False
 
-    @property
-    def one_way(self) -> bool:
-        return self.directed
-
-    def listed(self, n: int) -> Edges:
+    def listed(self, n: int) -> _Edges:
         return self
 
     def pairs(self, n: int) -> list[Edge]:
@@ -243,7 +215,7 @@ class Edges(Graph):
         return list(self.edges)
 
 
-class GraphFile(Graph):
+class _GraphFile(Graph):
     """A file: GraphML (`.graphml`), or a list of edges, two learners a line with a blank between them.
 
     Its nodes are the learners' names, or all of the numbers 0..n-1. `directed`: the first node of an edge, its source, tells
@@ -254,14 +226,12 @@ class GraphFile(Graph):
     path: Path
     directed: bool = False
 
-    file: ClassVar[bool] = True
-
     @property
-    def one_way(self) -> bool:
-        return self.directed
+    def file(self) -> bool:
+        return True
 
-    def read(self, names: Sequence[str]) -> Edges:
-        return Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
+    def read(self, names: Sequence[str]) -> _Edges:  # type: ignore[override]  # another kind of graph
+        return _Edges(edges=read_edges(self.path, names, directed=self.directed), directed=self.directed)
 
     def pairs(self, n: int) -> list[Edge]:
         return self.read(names_of(n)).pairs(n)
@@ -270,29 +240,17 @@ class GraphFile(Graph):
 # ---- sequences -------------------------------------------------------------------------------------------
 
 
-class GraphSequence(Section, ABC):
+class GraphSequence(_Source):
     """A graph for every round. Public: everybody can tell the graph of every round alone."""
-
-    kind: str
 
     @property
     def period(self) -> int | None:
         """Rounds after which the graphs come again; None: never."""
         return None
 
-    @property
-    def one_way(self) -> bool:
-        """May an edge be a way for messages in one direction only, in some round?"""
-        return False
-
     def one_way_at(self, t: int) -> bool:
-        """The same of round t."""
+        """Whether an edge of round t may be a way in one direction only."""
         return self.one_way
-
-    @property
-    def advice(self) -> str:
-        """What to change about it where it came out disconnected."""
-        return "add edges until every learner can reach every other"
 
     @abstractmethod
     def adjacency(self, t: int, n: int) -> FloatArray:
@@ -301,15 +259,6 @@ class GraphSequence(Section, ABC):
         Raises:
             SpecError: a graph is not one of n learners, or its file cannot be used.
         """
-
-    @property
-    def file(self) -> bool:
-        """Is a graph read from a file, which others have not?"""
-        return False
-
-    def read(self, names: Sequence[str]) -> GraphSequence:
-        """The same sequence without files, as `Graph.read`."""
-        return self
 
     def listed(self, n: int) -> GraphSequence:
         """The same sequence for others, who have no files.
@@ -322,7 +271,7 @@ class GraphSequence(Section, ABC):
 
 SEQUENCES: Registry[GraphSequence] = Registry(
     GraphSequence,  # type: ignore[type-abstract]  # of its subclasses
-    {"periodic": "PeriodicGraphs", "random": "RandomGraphs"},
+    {"periodic": "_PeriodicGraphs", "random": "_RandomGraphs"},
     group="graph_sequences",
 )
 
@@ -330,7 +279,7 @@ AnyGraphSequence = Annotated[SerializeAsAny[GraphSequence], SEQUENCES]
 """A field of a spec: the sequence of the kind that it names."""
 
 
-class PeriodicGraphs(GraphSequence):
+class _PeriodicGraphs(GraphSequence):
     """These graphs, one a round, from the first one again when they have run out."""
 
     kind: Literal["periodic"] = "periodic"
@@ -351,34 +300,23 @@ class PeriodicGraphs(GraphSequence):
     def file(self) -> bool:
         return any(graph.file for graph in self.graphs)
 
-    def read(self, names: Sequence[str]) -> PeriodicGraphs:
-        return PeriodicGraphs(graphs=tuple(graph.read(names) for graph in self.graphs))
+    def read(self, names: Sequence[str]) -> Self:
+        return self.model_copy(update={"graphs": tuple(graph.read(names) for graph in self.graphs)})
 
     def adjacency(self, t: int, n: int) -> FloatArray:
         return self.graphs[t % len(self.graphs)].adjacency(n)
 
-    def listed(self, n: int) -> PeriodicGraphs:
-        return PeriodicGraphs(graphs=tuple(graph.listed(n) for graph in self.graphs))
+    def listed(self, n: int) -> Self:
+        return self.model_copy(update={"graphs": tuple(graph.listed(n) for graph in self.graphs)})
 
 
-class RandomGraphs(GraphSequence):
+class _RandomGraphs(_Drawn, GraphSequence):
     """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
 
     The seed is public: everybody can draw the graph of every round alone.
     """
 
     kind: Literal["random"] = "random"
-    probability: Annotated[float, Field(gt=0, le=1)]
-    seed: NonNegativeInt = 0
-    directed: bool = False
-
-    @property
-    def one_way(self) -> bool:
-        return self.directed
-
-    @property
-    def advice(self) -> str:
-        return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
 
     def adjacency(self, t: int, n: int) -> FloatArray:
         """A function of the spec and the round.

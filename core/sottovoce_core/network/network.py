@@ -59,34 +59,6 @@ class Network(ABC):
         """`(learners,)`: those whose message of round t somebody hears."""
         return np.asarray(self.at(t).neighbours.any(axis=0))
 
-    @property
-    def row_stochastic(self) -> bool:
-        """Every learner's weights sum to one, in every round."""
-        return all(self.at(t).row_stochastic for t in range(self.horizon))
-
-    @property
-    def column_stochastic(self) -> bool:
-        """The weights of every learner's message sum to one, in every round."""
-        return all(self.at(t).column_stochastic for t in range(self.horizon))
-
-    @property
-    def doubly_stochastic(self) -> bool:
-        """Both."""
-        return self.row_stochastic and self.column_stochastic
-
-    def strongly_connected_within(self, limit: int) -> int | None:
-        """The smallest B up to `limit` such that any B rounds in a row, taken together, connect everybody with everybody.
-
-        It is the B of "B-strongly connected" with windows that may begin at any round; None where there is none.
-        """
-        longest = 1
-        for start in range(self.horizon):
-            within = _rounds_to_connect(self, start, limit)
-            if within is None:
-                return None
-            longest = max(longest, within)
-        return longest
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeriodicNetwork(Network):
@@ -153,14 +125,6 @@ class ChangingNetwork(Network):
         """Every pair: each may come."""
         return tuple(combinations(range(self.learners), 2))
 
-    @property
-    def row_stochastic(self) -> bool:
-        return not self.weights.columns
-
-    @property
-    def column_stochastic(self) -> bool:
-        return self.weights.columns or (self.weights.symmetric and not self.graphs.one_way)
-
     def neighbours(self, learner: int) -> frozenset[int]:
         return frozenset(range(self.learners)) - {learner}
 
@@ -224,16 +188,6 @@ class PartialNetwork(Network):
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------
-
-
-def _rounds_to_connect(network: Network, start: int, limit: int) -> int | None:
-    """How many rounds from `start` on, taken together, connect everybody with everybody; None if more than `limit`."""
-    union = np.zeros((network.n_learners, network.n_learners), dtype=bool)
-    for t in range(start, start + limit):
-        union |= network.at(t).neighbours > 0
-        if not cut_off(union):
-            return t - start + 1
-    return None
 
 
 def cut_off(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:

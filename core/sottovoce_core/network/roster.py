@@ -169,6 +169,28 @@ class Roster:
                 stretches.append(range(stretches.pop().start if goes_on else first, until))
         return Attendance(tuple(stretches), rounds)
 
+    def check(self, rounds: int) -> None:
+        """Refuse absences of nobody, outside the run, twice at a time, or of everybody.
+
+        Raises:
+            ValueError: so it is.
+        """
+        until: dict[str, int | None] = {}
+        for each in sorted(self.absences, key=lambda each: (each.learner, each.first_round)):
+            if unknown := {each.learner, *each.unheard} - set(self.names):
+                raise ValueError(f"only learners of the run can be away, got {sorted(unknown)[0]!r}")
+            last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
+            if each.first_round > last or (each.until_round or 1) > rounds:
+                raise ValueError(
+                    f"an absence must lie within the {rounds} rounds of the run, got {each.model_dump(mode='json')}"
+                )
+            if each.learner in until and ((end := until[each.learner]) is None or each.first_round <= end):
+                raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")
+            until[each.learner] = each.until_round
+        for t in (0, *self.changes):
+            if not self.there(t).any():
+                raise ValueError(f"somebody must be there in every round, got nobody in round {t}")
+
     def lost_to(self, learner: int, t: int) -> frozenset[int]:
         """Those who were lost, and whom the learner does not hear any more in the round."""
         name = self.names[learner]
@@ -194,26 +216,3 @@ class Roster:
 def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
     """Names of so many learners, or of these."""
     return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
-
-
-def check_absences(roster: Roster, rounds: int) -> None:
-    """Refuse absences of nobody, outside the run, twice at a time, or of everybody.
-
-    Raises:
-        ValueError: so it is.
-    """
-    until: dict[str, int | None] = {}
-    for each in sorted(roster.absences, key=lambda each: (each.learner, each.first_round)):
-        if unknown := {each.learner, *each.unheard} - set(roster.names):
-            raise ValueError(f"only learners of the run can be away, got {sorted(unknown)[0]!r}")
-        last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
-        if each.first_round > last or (each.until_round or 1) > rounds:
-            raise ValueError(
-                f"an absence must lie within the {rounds} rounds of the run, got {each.model_dump(mode='json')}"
-            )
-        if each.learner in until and ((end := until[each.learner]) is None or each.first_round <= end):
-            raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")
-        until[each.learner] = each.until_round
-    for t in (0, *roster.changes):
-        if not roster.there(t).any():
-            raise ValueError(f"somebody must be there in every round, got nobody in round {t}")

@@ -9,7 +9,7 @@ is a simple one exactly if the graph is connected. `I + W` is the mixing matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -44,7 +44,8 @@ class FixedNetwork(Network):
 
     def __post_init__(self) -> None:
         _check_entries(self.weights)
-        _check_reachable(self.weights)
+        if lacking := cut_off(_off_diagonal(self.weights)):
+            raise CheckFailed("W_DISCONNECTED", f"the communication graph is not connected, got {lacking}")
         spectrum: FloatArray = np.linalg.eigvalsh(self.weights).astype(np.float64)
         _check_gap(spectrum)
         object.__setattr__(self, "_spectrum", spectrum)
@@ -145,17 +146,6 @@ def _refuse(code: str, text: str, weights: FloatArray, wrong: npt.NDArray[np.boo
     raise CheckFailed(code, f"{text}, got {got}")
 
 
-def _check_reachable(weights: FloatArray) -> None:
-    """W_DISCONNECTED, by breadth-first search from learner 0: exact, and it can name who is cut off."""
-    missing = np.flatnonzero(~reached(_off_diagonal(weights)))
-    if missing.size:
-        raise CheckFailed(
-            "W_DISCONNECTED",
-            "the communication graph is not connected, got no path from learner 0 "
-            f"to learner {int(missing[0])} ({missing.size} of {len(weights)} learners are cut off from learner 0)",
-        )
-
-
 def _check_gap(spectrum: FloatArray) -> None:
     """W_DISCONNECTED for a graph held together only by weights that vanish in rounding.
 
@@ -232,18 +222,15 @@ class Topology(Section):
         if self.sequence is not None:
             return self._connected(self._of_sequence(n_learners, rounds), rounds, names)
         graph = self._one_graph
-        if graph.one_way or not self.weights.symmetric:
-            mixing = self.weights.mix(graph.adjacency(n_learners), one_way=graph.one_way)
-            return self._connected(PeriodicNetwork((mixing,)), 1, names)
         adjacency = graph.adjacency(n_learners)
-        try:
-            return FixedNetwork.from_weights(self._coupling(adjacency))
-        except CheckFailed as failure:
-            if failure.code != "W_DISCONNECTED":
-                raise
-            lacking = cut_off(adjacency, names)  # by name, where whole learners are, and not a weight too small
-            text = f"the communication graph is not connected, got {lacking}" if lacking else failure.text
-            raise CheckFailed(failure.code, f"{text}; {graph.advice}") from None
+        if graph.one_way or not self.weights.symmetric:
+            mixing = self.weights.mix(adjacency, one_way=graph.one_way)
+            return self._connected(PeriodicNetwork((mixing,)), 1, names)
+        coupling = self._coupling(adjacency)
+        if lacking := cut_off(adjacency, names):  # by name
+            text = f"the communication graph is not connected, got {lacking}; {graph.advice}"
+            raise CheckFailed("W_DISCONNECTED", text)
+        return FixedNetwork.from_weights(coupling)
 
     def explicit(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
@@ -257,10 +244,7 @@ class Topology(Section):
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
         """
         names = names_of(learners)
-        without = self.without_files(names)
-        if without.sequence is not None:
-            return without.model_copy(update={"sequence": without.sequence.listed(len(names))})
-        return without.model_copy(update={"graph": without._one_graph.listed(len(names))})
+        return self.without_files(names)._replaced(lambda part: part.listed(len(names)))
 
     def without_files(self, learners: int | Sequence[str]) -> Topology:
         """The same topology with what its files say in their place: as it is where it names none.
@@ -271,11 +255,12 @@ class Topology(Section):
         Raises:
             SpecError: a file cannot be used.
         """
-        if not self.file:
-            return self
         names = names_of(learners)
+        return self._replaced(lambda part: part.read(names)) if self.file else self
+
+    def _replaced(self, change: Callable[[Any], object]) -> Topology:
         parts = {"graph": self.graph, "sequence": self.sequence}
-        return self.model_copy(update={key: part and part.read(names) for key, part in parts.items()})
+        return self.model_copy(update={key: part and change(part) for key, part in parts.items()})
 
     @property
     def file(self) -> bool:
@@ -304,10 +289,9 @@ class Topology(Section):
     def _among(self, t: int, there: Mask) -> Mixing:
         """The weights of a round in the graph among those who are there, `(learners,)`."""
         n, sequence = len(there), self.sequence
-        graph = self._one_graph if sequence is None else sequence
         adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
         adjacency *= np.outer(there, there)
-        one_way = graph.one_way if sequence is None else sequence.one_way_at(t)
+        one_way = self._one_graph.one_way if sequence is None else sequence.one_way_at(t)
         if self.weights.free and not one_way:
             coupling = self._coupling(adjacency)
             own = 1.0 + np.diag(coupling)

@@ -63,25 +63,6 @@ class Mixing:
         """The whole mixing matrix, `(n, n)`."""
         return self.neighbours + np.diag(self.own)
 
-    @property
-    def row_stochastic(self) -> bool:
-        """No weight is negative, and those that a learner gives sum to one."""
-        return self._stochastic(axis=1)
-
-    @property
-    def column_stochastic(self) -> bool:
-        """No weight is negative, and those that a learner's message gets sum to one."""
-        return self._stochastic(axis=0)
-
-    @property
-    def spectral_gap(self) -> float:
-        """`1 - sigma_2`, sigma_2 the second largest singular value of the matrix: of use where it is doubly stochastic.
-
-        One learner alone has the gap 1.
-        """
-        values = np.linalg.svd(self.matrix, compute_uv=False)
-        return 1.0 - float(values[1]) if len(values) > 1 else 1.0
-
     def heard_by(self, learner: int) -> dict[int, float]:
         """Weight of each learner that `learner` hears, by ascending index."""
         row = self.neighbours[learner]
@@ -94,11 +75,6 @@ class Mixing:
     def neighbours_of(self, learner: int) -> frozenset[int]:
         """Whom `learner` hears or tells."""
         return frozenset((*self.heard_by(learner), *self.told_by(learner)))
-
-    def _stochastic(self, axis: int) -> bool:
-        sums = self.neighbours.sum(axis=axis) + self.own
-        least = min(float(self.neighbours.min()), float(self.own.min()))
-        return least >= -ROUNDING and float(np.abs(sums - 1.0).max()) <= ROUNDING
 
 
 def digest_of(rounds: Iterable[bytes]) -> bytes:
@@ -171,12 +147,12 @@ class WeightRule(Section, ABC):
 WEIGHTS: Registry[WeightRule] = Registry(
     WeightRule,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "constant": "ConstantWeights",
+        "constant": "_ConstantWeights",
         "metropolis": "MetropolisWeights",
-        "max_degree": "MaxDegreeWeights",
-        "laplacian": "LaplacianWeights",
-        "out_degree": "OutDegreeWeights",
-        "in_degree": "InDegreeWeights",
+        "max_degree": "_MaxDegreeWeights",
+        "laplacian": "_LaplacianWeights",
+        "out_degree": "_OutDegreeWeights",
+        "in_degree": "_InDegreeWeights",
     },
     group="weights",
 )
@@ -185,7 +161,7 @@ AnyWeights = Annotated[SerializeAsAny[WeightRule], WEIGHTS]
 """A field of a spec: the rule of the kind that it names."""
 
 
-class ConstantWeights(WeightRule):
+class _ConstantWeights(WeightRule):
     """`w_ij = value` for every edge."""
 
     kind: Literal["constant"] = "constant"
@@ -211,7 +187,7 @@ class MetropolisWeights(WeightRule):
         return weights
 
 
-class MaxDegreeWeights(WeightRule):
+class _MaxDegreeWeights(WeightRule):
     """`w_ij = 1 / (1 + largest degree)`."""
 
     kind: Literal["max_degree"] = "max_degree"
@@ -222,7 +198,7 @@ class MaxDegreeWeights(WeightRule):
         return adjacency / (1.0 + float(adjacency.sum(axis=1).max()))
 
 
-class LaplacianWeights(WeightRule):
+class _LaplacianWeights(WeightRule):
     """`w_ij = step` for every edge, below one over the largest number of heard neighbours: `I - step L`."""
 
     kind: Literal["laplacian"] = "laplacian"
@@ -232,7 +208,7 @@ class LaplacianWeights(WeightRule):
         return adjacency * self.step
 
 
-class OutDegreeWeights(WeightRule):
+class _OutDegreeWeights(WeightRule):
     """`w_ij = 1 / (1 + number of those whom j tells)`: columns sum to one, as push-sum needs it."""
 
     kind: Literal["out_degree"] = "out_degree"
@@ -245,7 +221,7 @@ class OutDegreeWeights(WeightRule):
         return adjacency / (1.0 + tells)
 
 
-class InDegreeWeights(WeightRule):
+class _InDegreeWeights(WeightRule):
     """`w_ij = 1 / (1 + number of those whom i hears)`: rows sum to one."""
 
     kind: Literal["in_degree"] = "in_degree"

@@ -73,9 +73,18 @@ class Accountant(ABC):
         """A bound on the sum of all losses, however long the run goes on as `counts` and `replaced (rounds,)` say."""
         return math.inf
 
+    def metered(self, counts: IntArray, replaced: IntArray | None) -> FloatArray:
+        """`(rounds,)` losses of these rounds; it stands behind them afterwards."""
+        told = [None] * len(counts) if replaced is None else replaced.tolist()
+        losses = np.empty(len(counts))
+        for t, (records, changed) in enumerate(zip(counts.tolist(), told, strict=True)):
+            losses[t] = self.next_loss()
+            self.advance(records, changed)
+        return losses
+
     def losses(self, counts: IntArray) -> FloatArray:
         """`(rounds,)` what is charged for the messages, from here on, if rounds bring `counts (rounds,)` records."""
-        return metered(copy.deepcopy(self), counts, None)
+        return copy.deepcopy(self).metered(counts, None)
 
     def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
         """`(changes, rounds)` losses for each of many changes, which replace `changes (changes, rounds)` of the records."""
@@ -84,18 +93,8 @@ class Accountant(ABC):
             dearest = self.losses(counts)
             # Nothing replaced costs nothing, where 0 times infinity would be no number.
             return np.array([k * dearest if k else 0.0 * counts for k in many]).reshape(changes.shape)
-        each = [metered(copy.deepcopy(self), counts, change) for change in changes]
+        each = [copy.deepcopy(self).metered(counts, change) for change in changes]
         return np.array(each).reshape(changes.shape)
-
-
-def metered(accountant: Accountant, counts: IntArray, replaced: IntArray | None) -> FloatArray:
-    """`(rounds,)` losses of these rounds; the accountant stands behind them afterwards."""
-    told = [None] * len(counts) if replaced is None else replaced.tolist()
-    losses = np.empty(len(counts))
-    for t, (records, changed) in enumerate(zip(counts.tolist(), told, strict=True)):
-        losses[t] = accountant.next_loss()
-        accountant.advance(records, changed)
-    return losses
 
 
 def _events(event: Event, replaced: IntArray) -> int:

@@ -177,20 +177,6 @@ _ENFORCED_BY = {
 }
 
 
-def regularity_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
-    """What accounting needs to know of a loss on a decision set."""
-    radius = decision_set.largest_norm(dim)
-    return Regularity(
-        grad_change=loss.gradient_change(radius),
-        smoothness=loss.smoothness,
-        clip_norm=loss.gradient_bound(radius),
-        ridge=loss.ridge,
-        diameter=decision_set.diameter(dim),
-        convex=loss.convex,
-        margin=loss.convex_clipped,
-    )
-
-
 _NUMBERS = ("grad_change", "smoothness", "clip_norm", "ridge", "diameter")
 
 
@@ -221,6 +207,20 @@ class Regularity:
             value = getattr(self, name)
             if not value >= 0 or (name == "ridge" and value == math.inf):
                 raise SpecError(f"{name} must be at least 0 (and a ridge finite), got {value}")
+
+    @classmethod
+    def of(cls, loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
+        """What accounting needs to know of a loss on a decision set."""
+        radius = decision_set.largest_norm(dim)
+        return cls(
+            grad_change=loss.gradient_change(radius),
+            smoothness=loss.smoothness,
+            clip_norm=loss.gradient_bound(radius),
+            ridge=loss.ridge,
+            diameter=decision_set.diameter(dim),
+            convex=loss.convex,
+            margin=loss.convex_clipped,
+        )
 
     @property
     def change(self) -> float:

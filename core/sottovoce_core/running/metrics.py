@@ -63,7 +63,7 @@ def _checkpoints(rounds: int, most: int = CHECKPOINTS) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Objective:
+class _Objective:
     """`sum_k weight_k phi(theta; record_k) + (pull/2) ||theta||^2`, with phi the data part of the loss, unclipped.
 
     Attributes:
@@ -122,7 +122,7 @@ class Objective:
 class _Mean:
     """An objective over the sum of its weights, with its gradient."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: _Objective) -> None:
         self._objective, self._total = objective, float(objective.weights.sum())
         loss = objective.loss
         self._loss = loss.model_copy(update={"clip_norm": None})
@@ -355,7 +355,7 @@ class _Records:
         order = tuple(each.order + start for each, start in zip(data.learners, first, strict=False))
         return cls(loss, features, labels, order, tuple(each.offsets for each in data.learners))
 
-    def of_round(self, t: int) -> Objective:
+    def of_round(self, t: int) -> _Objective:
         """`sum_j f_{t,j}`."""
         rows = [order[offsets[t] : offsets[t + 1]] for order, offsets in zip(self.order, self.offsets, strict=True)]
         weights = [np.full(len(mine), 1.0 / max(len(mine), 1)) for mine in rows]
@@ -365,7 +365,7 @@ class _Records:
         """Number of learners to which round t brings records."""
         return sum(bool(offsets[t + 1] > offsets[t]) for offsets in self.offsets)
 
-    def until(self, t: int) -> tuple[Objective, Objective]:
+    def until(self, t: int) -> tuple[_Objective, _Objective]:
         """`F_t`, and the sum of `f_{s,j}` over the rounds s = 0..t and the learners j."""
         n = sum(bool(offsets[t + 1]) for offsets in self.offsets)
         mean, whole, rounds = np.zeros(len(self.labels)), np.zeros(len(self.labels)), 0
@@ -379,8 +379,8 @@ class _Records:
         seen = np.flatnonzero(mean)
         return self._objective(seen, mean[seen], float(n > 0)), self._objective(seen, whole[seen], float(rounds))
 
-    def _objective(self, rows: IntArray, weights: FloatArray, ridges: float) -> Objective:
-        return Objective(self.loss, self.features[rows], self.labels[rows], weights, ridges * self.loss.ridge)
+    def _objective(self, rows: IntArray, weights: FloatArray, ridges: float) -> _Objective:
+        return _Objective(self.loss, self.features[rows], self.labels[rows], weights, ridges * self.loss.ridge)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

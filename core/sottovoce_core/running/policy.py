@@ -165,6 +165,31 @@ class Policy(Section):
             most_learners=spec.n_learners,
         )
 
+    @classmethod
+    def load(cls, path: Path | None) -> Policy:
+        """Read a YAML file; without one, the default.
+
+        Raises:
+            SpecError: unreadable, too long, not YAML, or no valid policy: one line per problem.
+        """
+        if path is None:
+            return cls()
+        text = text_of(path, "a policy", LONGEST_FILE)
+        if not text.strip():
+            raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
+        document = document_of(text, str(path), "a policy")
+        try:
+            policy = cls.model_validate(document)
+        except ValidationError as error:
+            raise SpecError(explain(error, str(path), document, cls)) from None
+        policy._source = path.name
+        return policy
+
+    def dump(self) -> str:
+        """The policy as YAML, every clause with what it says."""
+        head = "# What a learner's owner allows. A clause that is left out is that of the default."
+        return "\n\n".join([head, *_clauses(self, "")]) + "\n"
+
     def require_identity(self) -> None:
         """Of a learner that has none: without one, nobody can tell who is at the other end.
 
@@ -220,51 +245,51 @@ class Policy(Section):
         assert run is not None  # noqa: S101 - what did not fit was refused
         return run
 
-    def findings(self, run: Run, n_features: int, learner: int) -> list[Finding]:
+    def findings(self, run: Run, n_features: int, learner: int) -> list[_Finding]:
         """Every clause, held against a run; arguments as of `admit`."""
         code = self._code(run.spec.model_dump(mode="json"))
         return [*self._sizes(run.spec, n_features), code, *self._terms(run.spec), *self._promises(run, learner)]
 
-    def _code(self, document: object) -> Finding:
+    def _code(self, document: object) -> _Finding:
         named = dict.fromkeys(codes_to_import(document))
         fits = self.imports is None or named.keys() <= set(self.imports)
         both = dict.fromkeys([*(self.imports or ()), *named])
-        return Finding("imports", _listed(self.imports), _listed(named), fits, _listed(both))
+        return _Finding("imports", _listed(self.imports), _listed(named), fits, _listed(both))
 
-    def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[Finding]:
+    def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[_Finding]:
         yield _at_most("most_features", self.most_features, n_features)
         yield _at_most("most_parameters", self.most_parameters, spec.loss.dim(n_features))
         yield _at_most("most_rounds", self.most_rounds, spec.rounds, "rounds without an end" if spec.endless else "")
         yield _at_most("most_learners", self.most_learners, spec.n_learners)
 
-    def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[Finding]:
+    def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[_Finding]:
         """What a spec asks for beside its guarantee."""
         name = spec.algorithm.name
         fits = self.algorithms is None or name in self.algorithms
-        yield Finding("algorithms", _listed(self.algorithms), name, fits, _listed([*(self.algorithms or ()), name]))
+        yield _Finding("algorithms", _listed(self.algorithms), name, fits, _listed([*(self.algorithms or ()), name]))
         told = [what for what, asked in spec.telemetry.model_dump().items() if asked]
         both = _listed(dict.fromkeys([*self.telemetry, *told]))
-        yield Finding("telemetry", _listed(self.telemetry), _listed(told), set(told) <= set(self.telemetry), both)
+        yield _Finding("telemetry", _listed(self.telemetry), _listed(told), set(told) <= set(self.telemetry), both)
         ways = {way for way in (spec.capture, "mirror" if mirrored else "none") if way != "none"}
         allowed = _listed(self.recorded) if self.recorded else "never"
         both = _listed(dict.fromkeys([*self.recorded, *sorted(ways)]))
-        yield Finding("recorded", allowed, _listed(sorted(ways)), ways <= set(self.recorded), both)
+        yield _Finding("recorded", allowed, _listed(sorted(ways)), ways <= set(self.recorded), both)
 
-    def _promises(self, run: Run, learner: int) -> Iterator[Finding]:
+    def _promises(self, run: Run, learner: int) -> Iterator[_Finding]:
         """What a run promises of a learner's messages, and what it costs."""
         accountant, least = run.algorithm.accountant(learner), self.guarantees
         grounds, event = accountant.grounds, accountant.event
         yield _at_least("adjacency", least.adjacency, event, _ADJACENCIES)
         yield _at_least("threat_model", least.threat_model, grounds.threat_model, _THREAT_MODELS)
         stated = grounds.proof != Grounds().proof
-        yield Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
+        yield _Finding("guarantees.proof", str(least.proof).lower(), grounds.proof, stated or not least.proof)
         if (limit := self.epsilon_per_run) is None:
-            yield Finding("epsilon_per_run", _ANYTHING, "not priced", fits=True)
+            yield _Finding("epsilon_per_run", _ANYTHING, "not priced", fits=True)
         else:
             cost = _planned_cost(run, learner, limit)
-            yield Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
+            yield _Finding("epsilon_per_run", f"{limit:.6g}", format_above(cost, limit), cost <= limit)
 
-    def _require(self, findings: Iterable[Finding]) -> None:
+    def _require(self, findings: Iterable[_Finding]) -> None:
         """Raises `SpecError` with every finding that does not fit."""
         if refused := [each for each in findings if not each.fits]:
             told = "; and ".join(f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in refused)
@@ -289,7 +314,7 @@ def accepted(identities: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """A clause of a policy, held against a run.
 
     Attributes:
@@ -307,33 +332,7 @@ class Finding:
     enough: str = ""
 
 
-def load_policy(path: Path | None) -> Policy:
-    """Read a YAML file; without one, the default.
-
-    Raises:
-        SpecError: unreadable, too long, not YAML, or no valid policy: one line per problem.
-    """
-    if path is None:
-        return Policy()
-    text = text_of(path, "a policy", LONGEST_FILE)
-    if not text.strip():
-        raise SpecError(f"{path}: a policy must be a mapping of clauses, got an empty file; {_BEGIN}")
-    document = document_of(text, str(path), "a policy")
-    try:
-        policy = Policy.model_validate(document)
-    except ValidationError as error:
-        raise SpecError(explain(error, str(path), document, Policy)) from None
-    policy._source = path.name
-    return policy
-
-
 _BEGIN = "`sottovoce policy` prints one to begin with"
-
-
-def dump_policy(policy: Policy) -> str:
-    """A policy as YAML, every clause with what it says."""
-    head = "# What a learner's owner allows. A clause that is left out is that of the default."
-    return "\n\n".join([head, *_clauses(policy, "")]) + "\n"
 
 
 def _clauses(section: Section, indent: str) -> Iterator[str]:
@@ -353,13 +352,13 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
 _ANYTHING = "anything"
 
 
-def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> Finding:
+def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> _Finding:
     fits = limit is None or asked <= limit
     allows, asks = _ANYTHING if limit is None else str(limit), shown or str(asked)
-    return Finding(clause, allows, asks, fits, "null" if shown else asks)
+    return _Finding(clause, allows, asks, fits, "null" if shown else asks)
 
 
-def _remedy(refused: Sequence[Finding]) -> str:
+def _remedy(refused: Sequence[_Finding]) -> str:
     """What the owner would do who wants the run."""
     if all(each.enough for each in refused):
         return (
@@ -368,9 +367,9 @@ def _remedy(refused: Sequence[Finding]) -> str:
     return "an owner who can answer for it sets other clauses in the file of --policy (`sottovoce policy` prints them)"
 
 
-def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> Finding:
+def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> _Finding:
     fits = order.index(promised) >= order.index(least)
-    return Finding(f"guarantees.{clause}", least.value, promised.value, fits)
+    return _Finding(f"guarantees.{clause}", least.value, promised.value, fits)
 
 
 def _planned_cost(run: Run, learner: int, limit: float) -> float:

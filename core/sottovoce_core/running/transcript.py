@@ -46,35 +46,21 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V], Generic[K, V]):
-    """A dictionary that forgets what was set longest ago."""
+    """A dictionary that forgets what was set longest ago.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        most: entries that it keeps; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
         super().__init__()
         self._most = most
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if len(self) > self._most:
+        if self._most is not None and len(self) > self._most:
             self.popitem(last=False)
-
-
-class Versions(Generic[K]):
-    """Which bytes were heard first, by key: whose message it is, and of which round.
-
-    Args:
-        kept: keys that are remembered; None: all.
-    """
-
-    def __init__(self, kept: int | None = None) -> None:
-        self._first: dict[K, bytes] = {} if kept is None else Recent(kept)
-
-    def first(self, key: K, digest: bytes) -> bytes:
-        """The digest of the version that was heard first: of this one, where nothing was."""
-        found = self._first.get(key)
-        if found is None:
-            found = self._first[key] = digest
-        return found
 
 
 class Assembly(Generic[V]):
@@ -103,7 +89,7 @@ class Assembly(Generic[V]):
         self._names = names
         self.next, self.equivocations = 0, list[tuple[int, int]]()
         self._learners, self._rounds, self._network = learners, rounds, network
-        self._versions: Versions[tuple[int, int]] = Versions(kept)
+        self._versions: Recent[tuple[int, int], bytes] = Recent(kept)
         self._pending: dict[int, dict[int, V]] = {}
         self._last = -1
 
@@ -126,7 +112,7 @@ class Assembly(Generic[V]):
                 f"each of {self._learners} learners must speak as itself, {late}, "
                 f"got {called(self._names, claimed)} in round {t} from {called(self._names, sender)}"
             )
-        if self._versions.first((t, sender), digest) != digest:
+        if self._versions.setdefault((t, sender), digest) != digest:
             self.equivocations.append((t, sender))
         elif t >= self.next:
             self._pending.setdefault(t, {}).setdefault(sender, content)
@@ -155,6 +141,8 @@ class Assembly(Generic[V]):
 
 # ---- transcript ------------------------------------------------------------------------------------------------------
 
+_ROWS_PER_GROUP = 20_000
+"""Rows that are written together."""
 COLUMNS = ("run", "world", "replica", "round", "sender", "field", "value")
 
 
@@ -251,9 +239,9 @@ class TranscriptWriter:
     Until then, and for good where an error or Ctrl-C ends the block, the file is called NAME.partial.
     """
 
-    def __init__(self, path: Path, run: str, world: int = 0, *, rows_per_group: int = 20_000) -> None:
+    def __init__(self, path: Path, run: str) -> None:
         self._parquet = parquet()
-        self._run, self._world, self._most = run, world, rows_per_group
+        self._run = run
         self._pending: list[pa.Table] = []
         self._rows = 0
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")
@@ -263,9 +251,9 @@ class TranscriptWriter:
 
     def write(self, t: int, field: str, values: FloatArray) -> None:
         """Add one round of one field, `(learners, replicas, dim)`."""
-        self._pending.append(_table(self._run, self._world, t, field, values))
+        self._pending.append(_table(self._run, t, field, values))
         self._rows += values.shape[0] * values.shape[1]
-        if self._rows >= self._most:
+        if self._rows >= _ROWS_PER_GROUP:
             self._flush()
 
     def __enter__(self) -> Self:
@@ -294,7 +282,7 @@ def _schema() -> pa.Schema:
     return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
 
 
-def _table(run: str, world: int, t: int, field: str, values: FloatArray) -> pa.Table:
+def _table(run: str, t: int, field: str, values: FloatArray) -> pa.Table:
     import pyarrow as pa
 
     learners, replicas, dim = values.shape
@@ -302,7 +290,7 @@ def _table(run: str, world: int, t: int, field: str, values: FloatArray) -> pa.T
     offsets = np.arange(0, rows * dim + 1, dim, dtype=np.int32)
     columns = (
         pa.repeat(run, rows),
-        pa.repeat(pa.scalar(world, pa.int8()), rows),
+        pa.repeat(pa.scalar(0, pa.int8()), rows),
         pa.array(np.tile(np.arange(replicas, dtype=np.int32), learners)),
         pa.repeat(pa.scalar(t, pa.int32()), rows),
         pa.array(np.repeat(np.arange(learners, dtype=np.int32), replicas)),
@@ -312,20 +300,8 @@ def _table(run: str, world: int, t: int, field: str, values: FloatArray) -> pa.T
     return pa.Table.from_arrays(list(columns), schema=_schema())
 
 
-def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Transcript:
-    """Read one run and world of a transcript file; every field must be there for all rounds, learners and replicas.
-
-    Raises:
-        CaptureError: unreadable, not a transcript, empty, or incomplete.
-    """
-    fields = _read(path, run, world)
-    if not fields:
-        raise CaptureError(f"{path} has no rows of run {run!r} and world {world}")
-    return Transcript(fields)
-
-
-def _read(path: Path, run: str | None = None, world: int = 0) -> dict[str, FloatArray]:
-    """The fields of one run and world of a transcript file; none where it has no rows of them."""
+def _read(path: Path) -> dict[str, FloatArray]:
+    """The fields of world 0 of a transcript file; every field must be there for all rounds, learners and replicas."""
     try:
         table = parquet().read_table(path)
     except (OSError, ValueError) as error:
@@ -334,9 +310,7 @@ def _read(path: Path, run: str | None = None, world: int = 0) -> dict[str, Float
         raise CaptureError(f"{path} is not a transcript: it must have columns {list(COLUMNS)}, and lacks {missing}")
     table = _as_written(path, table)
     columns = {name: table.column(name).to_numpy() for name in COLUMNS if name != "value"}
-    chosen = columns["world"] == world
-    if run is not None:
-        chosen &= columns["run"] == run
+    chosen = columns["world"] == 0
     fields = {}
     for name in np.unique(columns["field"][chosen].astype(str)):
         rows = np.flatnonzero(chosen & (columns["field"] == name))

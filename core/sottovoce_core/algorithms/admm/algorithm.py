@@ -21,20 +21,183 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from sottovoce_core.algorithms.admm.accounting import AdmmAccountant
-from sottovoce_core.algorithms.admm.calibrations import Calibration, Node, Perturbation, PrimalCalibration
-from sottovoce_core.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
+from sottovoce_core.algorithms.admm.accounting import AdmmAccountant, Calibration, Node, Perturbation, PrimalCalibration
 from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.arrays import Batch, FloatArray, Scalars
-from sottovoce_core.losses import MarginLoss, bounded
+from sottovoce_core.arrays import Batch, FloatArray, Scalars, as_floats
+from sottovoce_core.losses import MarginLoss, beside, bounded
 from sottovoce_core.losses.history import RecordHistory
+from sottovoce_core.losses.loss import scores_of
 from sottovoce_core.noise import Draw, Noise
 from sottovoce_core.noise.mechanisms import say_laplace, spherical_density
 
+# ---- the problem that a node solves in every iteration, and a solver that always gets there ---------------------------
+
+_TRIALS = 60
+"""Lengths tried for a Newton step before a gradient step is taken instead."""
+
+MOST_STEPS = 10_000
+"""A bound on the time of a round, hundreds of times what the worst conditioned problems of the tests take."""
+
+ROUNDING = 2.0**-48
+"""Relative error of a gradient in float64, with room to spare."""
+
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _LocalProblem:
+    """`minimise  weight sum_i phi(a_i.f, b_i) + stiffness/2 ||f||^2 + linear.f`, over all of space.
+
+    Attributes:
+        loss: phi.
+        records: `a_i, b_i`.
+        weight: of a record's loss.
+        smoothness: bound on the norm of the Hessian.
+        stiffness: positive.
+        linear: `(..., dim)`.
+        tolerance: norm of the gradient at which a point counts as the minimiser.
+    """
+
+    loss: MarginLoss
+    records: Batch
+    weight: Scalars
+    smoothness: Scalars
+    stiffness: Scalars
+    linear: FloatArray
+    tolerance: float
+
+    def tilted(self, by: FloatArray) -> _LocalProblem:
+        """The same with `by.f` added."""
+        return replace(self, linear=self.linear + by)
+
+    def gradient(self, point: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """`(..., dim)`, and the norm `(..., 1)` at which it counts as zero: the tolerance, or what float64 resolves."""
+        features, labels = self.records.features, beside(self.records.labels, point)
+        scores, bound = scores_of(point, features), self.loss.feature_bound
+        slopes = self._real(self.loss.slope(scores, labels), point)
+        gradient = self.weight * np.matmul(slopes, features) + self.stiffness * point + self.linear
+        # What rounding errors are relative to: the terms of the sum, and what an error of a score does to them.
+        moved = bound * _norm(point) * self._real(self.loss.bend(scores, labels), point)
+        terms = bound * self.weight * (np.abs(slopes) + moved).sum(axis=-1, keepdims=True)
+        terms = terms + self.stiffness * _norm(point) + _norm(self.linear)
+        return gradient, np.maximum(self.tolerance, ROUNDING * terms)
+
+    def hessian(self, point: FloatArray) -> _Hessian:
+        """Of the objective at points `(..., dim)`."""
+        features, labels = self.records.features, self.records.labels
+        bends = self._real(self.loss.bend(scores_of(point, features), beside(labels, point)), point)
+        rows = features[..., None, :, :] if point.ndim > labels.ndim else features
+        return _Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
+
+    def minimise(self, start: FloatArray) -> FloatArray:
+        """Where the gradient's norm is at most the tolerance: Newton steps from `start`, each row by itself.
+
+        A step is accepted if it halves the shortest gradient so far, as all do when the end is near, or if it ends where the
+        objective still falls _along it, but at most half as steeply as at its beginning: that brings the objective nearer to
+        its minimum by a constant factor. So the end is reached whatever the records are.
+        """
+        point, (gradient, enough) = start, self.gradient(start)
+        shortest = _norm(gradient)
+        for _ in range(MOST_STEPS):
+            unfinished = _norm(gradient) > enough
+            if not unfinished.any():
+                break
+            newton = self.hessian(point).solve(gradient)
+            point, gradient, enough = self._search(point, gradient, newton, unfinished, shortest)
+            shortest = np.minimum(shortest, _norm(gradient))
+        return point
+
+    def _search(
+        self,
+        point: FloatArray,
+        gradient: FloatArray,
+        newton: FloatArray,
+        unfinished: npt.NDArray[np.bool_],
+        shortest: FloatArray,
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """The next point, with its gradient and tolerance: a length by bisection, or a gradient step if there is none."""
+        steepness, length = _along(gradient, newton), unfinished.astype(np.float64)
+        low, high = np.zeros_like(length), np.full_like(length, np.inf)
+        wrong = unfinished
+        for _ in range(_TRIALS):
+            trial = point - length * newton
+            after, enough = self.gradient(trial)
+            left = _along(after, newton)
+            wrong = unfinished & (_norm(after) > shortest / 2.0) & ((left < 0.0) | (left > steepness / 2.0))
+            if not wrong.any():
+                return trial, after, enough
+            low, high = np.where(wrong & (left > 0.0), length, low), np.where(wrong & (left < 0.0), length, high)
+            between = np.where(np.isinf(high), 2.0 * length, (low + high) / 2.0)
+            length = np.where(wrong, between, length)
+        trial = np.where(wrong, point - gradient / self.smoothness, trial)
+        return trial, *self.gradient(trial)
+
+    def _real(self, per_record: FloatArray, point: FloatArray) -> FloatArray:
+        """Zero for padding."""
+        present = self.records.present
+        return per_record if present is None else per_record * beside(present, point)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hessian:
+    """`R^T R + s I`, where R has a row for every record: by `R R^T + s I` where records are fewer than dimensions.
+
+    Attributes:
+        rows: `(..., records, dim)`: R.
+        stiffness: `(..., 1)`: s, positive.
+    """
+
+    rows: FloatArray
+    stiffness: FloatArray
+
+    def solve(self, vectors: FloatArray) -> FloatArray:
+        """The product of the inverse with vectors `(..., dim)`."""
+        if not self._few:
+            return as_floats(np.linalg.solve(self._smaller, vectors[..., None])[..., 0])
+        along = np.linalg.solve(self._smaller, np.matmul(self.rows, vectors[..., None]))
+        across = np.matmul(self.rows.swapaxes(-1, -2), along)[..., 0]
+        return as_floats((vectors - across) / self.stiffness)
+
+    def log_determinant(self) -> FloatArray:
+        """`(...)`."""
+        records, dim = self.rows.shape[-2:]
+        rest = (dim - records) * np.log(self.stiffness[..., 0]) if self._few else 0.0
+        return as_floats(np.linalg.slogdet(self._smaller)[1] + rest)
+
+    @property
+    def _few(self) -> bool:
+        few: bool = self.rows.shape[-2] < self.rows.shape[-1]
+        return few
+
+    @property
+    def _smaller(self) -> FloatArray:
+        flipped = self.rows.swapaxes(-1, -2)
+        product = np.matmul(self.rows, flipped) if self._few else np.matmul(flipped, self.rows)
+        return as_floats(product + self.stiffness[..., None] * np.eye(product.shape[-1]))
+
+
+def _norm(vectors: FloatArray) -> FloatArray:
+    """l2 norms `(..., 1)` _along the last axis."""
+    norms: FloatArray = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return norms
+
+
+def _cut(vectors: FloatArray, longest: Scalars) -> FloatArray:
+    """Vectors `(..., dim)` shortened to a norm of at most `longest`: the nearest such, so no two get farther apart."""
+    return vectors * (longest / np.maximum(_norm(vectors), np.maximum(longest, np.finfo(float).tiny)))
+
+
+def _along(vectors: FloatArray, others: FloatArray) -> FloatArray:
+    """Inner products `(..., 1)` _along the last axis."""
+    products: FloatArray = np.vecdot(vectors, others)[..., None]
+    return products
+
+
+# ---- algorithm --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
     """A node before round t.
 
     Attributes:
@@ -77,7 +240,7 @@ class Admm:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         node = replace(
             self.nodes[0],
             alpha=who.pick(tuple(float(each.alpha) for each in self.nodes)),
@@ -85,9 +248,9 @@ class Admm:
             degree=who.pick(tuple(float(each.degree) for each in self.nodes)),
         )
         zero = np.zeros((*who.lead, self.dim))
-        return State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
+        return _State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         step, problem = self._iteration(state)
         if step.perturbed == "nothing":
             primal = said = problem.minimise(state.primal)
@@ -103,7 +266,7 @@ class Admm:
                 primal, said = exact, exact + drawn
         return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         node, around = state.node, heard.total("y")
         return replace(
             state,
@@ -114,10 +277,10 @@ class Admm:
             count=state.count + _records(batch),
         )
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.primal
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         """As `Algorithm.overheard`. With output noise, the density is that of the exact minimiser where it was said.
 
         A message without noise must be a minimiser up to twice the solver's tolerance.
@@ -134,7 +297,7 @@ class Admm:
         density = spherical_density(noise, np.where(silent, 1.0, rate))
         if step.perturbed == "objective":
             density = density + problem.hessian(said).log_determinant()
-        free = np.where(norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
+        free = np.where(_norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
         density = np.where(silent, free, density[..., None])[..., 0]
         after = replace(state, primal=primal, said=said, sensitivity=step.sensitivity)
         return after, density
@@ -155,7 +318,7 @@ class Admm:
             accountant.advance(1)
         return float(1.0 / accountant.step.rate)
 
-    def _iteration(self, state: State) -> tuple[Perturbation, LocalProblem]:
+    def _iteration(self, state: _State) -> tuple[Perturbation, _LocalProblem]:
         """How this round is perturbed, and the problem before that."""
         node, count = state.node, state.count
         step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
@@ -163,8 +326,8 @@ class Admm:
         linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
         stiffness = node.stiffness + step.extra_ridge
         if step.perturbed != "nothing":
-            linear = cut(linear, _longest(node, stiffness))
-        problem = LocalProblem(
+            linear = _cut(linear, _longest(node, stiffness))
+        problem = _LocalProblem(
             loss=self.loss,
             records=state.history.records or Batch.empty(self.dim),
             weight=node.weight(count),
@@ -176,7 +339,7 @@ class Admm:
         return step, problem
 
 
-def _drawn(noise: Noise, state: State, rate: Scalars) -> FloatArray:
+def _drawn(noise: Noise, state: _State, rate: Scalars) -> FloatArray:
     """The round's e. Where many are stacked, the silent ones among them (rate infinite) are asked for, too, and get zero.
 
     A learner alone asks nobody then: no source of real noise serves a rate that is not finite.

@@ -1,13 +1,18 @@
-"""The parameters of ADMM, DVP and PVP, and how a run is made of them."""
+"""The parameters of ADMM, DVP and PVP, how a run is made of them, and their conditions (Zhang & Zhu 2017).
+
+What would void the guarantee or leave the solver without end is refused; what only biases the result, or spends much, is a
+finding. How many records there will be is not known beforehand, so findings name the number from which they do not apply.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
 
 import numpy as np
 
-from sottovoce_core.algorithms.admm.algorithm import Admm
-from sottovoce_core.algorithms.admm.calibrations import (
+from sottovoce_core.algorithms.admm.accounting import (
     Calibration,
     DualCalibration,
     Node,
@@ -17,11 +22,12 @@ from sottovoce_core.algorithms.admm.calibrations import (
     Unperturbed,
     Variant,
 )
-from sottovoce_core.algorithms.admm.conditions import checked
-from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided
-from sottovoce_core.errors import SpecError
-from sottovoce_core.losses import MarginLoss
-from sottovoce_core.registry import NonNegative
+from sottovoce_core.algorithms.admm.algorithm import ROUNDING, Admm
+from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, divided, require_scales
+from sottovoce_core.errors import SpecError, require
+from sottovoce_core.losses import Loss, MarginLoss
+from sottovoce_core.registry import LARGEST, SMALLEST, NonNegative
+from sottovoce_core.text import called
 
 
 class AdmmSpec(AlgorithmSpec):
@@ -118,6 +124,133 @@ def _build(
         )
         for i in range(setting.n_learners)
     )
-    margin_loss, findings = checked(calibration, nodes, loss, setting)
+    margin_loss, findings = _checked(calibration, nodes, loss, setting)
     algorithm = Admm(spec.name, setting.dim, setting.rounds, margin_loss, calibration, nodes)
     return algorithm, findings
+
+
+# ---- conditions -------------------------------------------------------------------------------------------------------
+
+_FLATTEST = 2.0**-40
+"""Of the curvature of all records: the local problem must have as much of its own."""
+
+_LARGE_LOSS = 10.0
+"""Cumulative epsilon from which a user is told."""
+
+
+def _checked(
+    calibration: Calibration, nodes: Sequence[Node], loss: Loss, setting: Setting
+) -> tuple[MarginLoss, tuple[Caveat, ...]]:
+    """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
+
+    Raises:
+        CheckFailed: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA, NOISE_SCALE or
+            SOLVER, whichever fails first.
+    """
+    node = nodes[0]
+    lonely = ", ".join(called(setting.names, i) for i, each in enumerate(nodes) if each.degree == 0)
+    require(not lonely, "GRAPH", f"the communication graph must be connected, got {lonely} without neighbours")
+    for code, name, value in (
+        ("PENALTY", "penalty", node.penalty),
+        ("RIDGE", "loss.ridge", node.ridge),
+        ("LOSS_WEIGHT", "loss_weight", node.loss_weight),
+    ):
+        text = f"eta, rho and C_R must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
+        require(SMALLEST <= value <= LARGEST, code, f"{text}, got {name}={value}")
+    _require_loss(calibration, node, loss)
+    if not isinstance(calibration, Unperturbed):
+        for each in nodes:
+            for alpha in (each.alpha, each.final_alpha):
+                require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive and finite, got {alpha}")
+        _require_noise(calibration, nodes)
+    _require_solver(node)
+    for each in nodes:
+        _require_solvable(each)
+    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, setting))
+
+
+def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
+    """CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, SOLVER."""
+    text = "ADMM minimises the loss itself, which clipped gradients do not belong to: remove loss.clip_norm"
+    require(loss.clip_norm is None, "CLIPPED", f"{text}, got {loss.clip_norm}")
+    first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.convex
+    got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
+    if isinstance(calibration, DualCalibration) or (
+        isinstance(calibration, PrimalCalibration) and calibration.last is not None
+    ):
+        text = "DVP needs a twice differentiable loss with bounded first and second derivative"
+        require(convex and first and second, "LOSS_CONSTANTS", f"{text}, {got}")
+    if isinstance(calibration, PrimalCalibration):
+        require(convex and first, "LOSS_FIRST_ORDER", f"PVP needs a convex loss with bounded derivative, {got}")
+    text = "the local solver needs a convex loss of the score with bounded second derivative"
+    require(convex and second and hasattr(loss, "bend"), "SOLVER", f"{text}, {got}")
+
+
+def _require_noise(calibration: Calibration, nodes: Sequence[Node]) -> None:
+    """NOISE_SCALE: `1/zeta` lies between these two, however many records come.
+
+    Of alpha, DVP's noise gets all, half, or with rule `printed` whatever float64 tells from 0. PVP's Delta lies between
+    `2 tau/m` and `(2 ell C + 2 tau)/rho`, of the most records and of the fewest.
+    """
+    for each in nodes:
+        ends = [each.lipschitz, each.lipschitz * 2.0**55]
+        if isinstance(calibration, PrimalCalibration):
+            most = 2.0 * (each.lipschitz * each.loss_weight + each.tolerance) / each.ridge
+            ends += [2.0 * each.tolerance / float(each.stiffness), most]
+        require_scales(end / float(alpha) for end in ends for alpha in (each.alpha, each.final_alpha))
+
+
+def _require_solver(node: Node) -> None:
+    """SOLVER: a tolerance that float64 can reach; no negative output noise."""
+    known = node.lipschitz if node.lipschitz < math.inf else 0.0
+    least = 2 * ROUNDING * node.loss_weight * known
+    text = f"tolerance must be positive and finite, and at least {least:.3g} for this loss_weight: float64 resolves no less"
+    require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
+    require_scales([node.output_noise], "SOLVER")
+
+
+def _require_solvable(node: Node) -> None:
+    """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
+    stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
+    text = (
+        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_FLATTEST * most:.3g}"
+    )
+    require(stiffness >= _FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
+
+
+def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting) -> Iterator[Caveat]:
+    """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
+    node, rounds = nodes[0], setting.rounds
+    if isinstance(calibration, Unperturbed):
+        return
+    if node.loss_weight > 1:
+        text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
+        yield Caveat("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
+    objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
+    if objective is not None:
+        yield from _objective_findings(objective, nodes, setting.names)
+    largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
+    if largest > _LARGE_LOSS:
+        text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
+        yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
+
+
+def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Caveat]:
+    """EXTRA_RIDGE, SOLVER."""
+    for i, node in enumerate(nodes):
+        if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
+            least = _records_without_extra_ridge(objective, node)
+            text = f"alpha too small for {called(names, i)} while it has fewer than {least} records"
+            got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
+            yield Caveat("EXTRA_RIDGE", f"{text}: {got}")
+            break
+    if nodes[0].output_noise == 0:
+        text = "output_noise is 0: the guarantee is that of exact minimisation"
+        yield Caveat("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
+
+
+def _records_without_extra_ridge(objective: DualCalibration, node: Node) -> int:
+    """The least B with Phi = 0: where `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
+    share = 1.0 if objective.rule == "printed" else 0.5
+    room = np.expm1(share * node.final_alpha / objective.jacobian)
+    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * room))

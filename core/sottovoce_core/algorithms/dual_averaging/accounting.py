@@ -35,7 +35,7 @@ from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.errors import CheckFailed
 from sottovoce_core.noise import GRID_BITS
 from sottovoce_core.noise.mechanisms import laplace_loss
-from sottovoce_core.privacy.accountant import Accountant, metered, require_part
+from sottovoce_core.privacy.accountant import Accountant, require_part
 from sottovoce_core.privacy.guarantee import Constant, Event, Grounds, Mechanism
 
 Carry = Callable[[int], float]
@@ -150,7 +150,7 @@ class DualAveragingAccountant(Accountant):
     def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
         """The planned rounds, and beyond them a geometric series, without lattice, or infinity."""
         ran = copy.deepcopy(self)
-        planned = float(metered(ran, counts, replaced).sum())
+        planned = float(ran.metered(counts, replaced).sum())
         return planned + _tail(self._of, self._sigma, ran.difference)
 
 

@@ -41,7 +41,7 @@ _SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """z_t in two parts, and w_t; and what was last said and decided.
 
     The mix of messages, `known`, is public. Only the newest gradient, k u, is not, and only that part is rounded to the noise's
@@ -100,25 +100,25 @@ class DualAveraging:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"h": (self.dim,), "w": (1,)} if self.push else {"h": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         origin = np.zeros((*who.lead, self.dim))
         first = self.decision_set.project(origin)
         noisy = self.noisy & (self.sigma > 0)
         ones = np.ones((*who.lead, 1))
-        return State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
+        return _State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
         said = state.known + np.where(_perturbed(state), drawn, state.fresh)
         return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         known = heard.weighted_sum("h") + heard.own_weight * state.said
         fresh = self.factor * self._block_gradient(state, batch)
         weight = self._next_weight(state, heard)
         return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
 
-    def _next_weight(self, state: State, heard: Heard) -> FloatArray:
+    def _next_weight(self, state: _State, heard: Heard) -> FloatArray:
         """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
         if not self.push:
             return state.push_weight
@@ -126,11 +126,11 @@ class DualAveraging:
         known = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
         return np.maximum(weight, state.who.pick(known))
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         """y_t, made when round t is spoken: until then, that of the round before."""
         return state.decision
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said, dual = message["h"], state.dual
         alone = laplace_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
         largest = np.abs(dual).max(axis=-1, keepdims=True)
@@ -141,7 +141,7 @@ class DualAveraging:
             density = density + np.where(same[..., 0], 0.0, -np.inf)
         return self._decide(state, np.broadcast_to(said, dual.shape)), density
 
-    def _decide(self, state: State, said: FloatArray) -> State:
+    def _decide(self, state: _State, said: FloatArray) -> _State:
         """The state after `said` was said: with the decision that the round's records will meet."""
         basis = said if self.noised else state.dual
         decision = self.decision_set.project(-self._step_size(state.t) * basis / state.push_weight)
@@ -151,7 +151,7 @@ class DualAveraging:
         """`alpha_t`; in round 0 there is nothing that it could scale."""
         return _step_size(self.step, t)
 
-    def _block_gradient(self, state: State, batch: Batch) -> FloatArray:
+    def _block_gradient(self, state: _State, batch: Batch) -> FloatArray:
         """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
         records, at = bounded(self.loss, batch), state.decision
         data = mean_gradient(self.loss, at, records) if self.mean else self.loss.gradient_sum(at, records)
@@ -243,7 +243,7 @@ def _step_size(step: float, t: int) -> float:
     return step / math.sqrt(max(t, 1))
 
 
-def _perturbed(state: State) -> Mask | np.bool_:
+def _perturbed(state: _State) -> Mask | np.bool_:
     """Coordinates of this round's message with noise. Message 0 is zero in every world, and has none."""
     return state.noisy if state.t else np.False_
 

@@ -32,7 +32,6 @@ from sottovoce_core.algorithms.follow_the_leader.accounting import (
     OpenNodes,
     TreeAccountant,
 )
-from sottovoce_core.algorithms.follow_the_leader.conditions import Problem
 from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
@@ -44,7 +43,7 @@ from sottovoce_core.privacy.guarantee import Constant, Grounds
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """One learner, or many, before round t.
 
     Attributes:
@@ -84,7 +83,8 @@ class PdFtgl:
     scales: tuple[float, ...]
     before_gossip: bool
     delay: int
-    problem: Problem
+    paper_cost: float
+    """Epsilon times Laplace scale in the paper's Theorem 3.6."""
     sensitivity: LeafSensitivity
     reach: FloatArray
     """`|Q_K|`: how strongly each learner's sum (column) enters each one's prefix (row)."""
@@ -94,17 +94,17 @@ class PdFtgl:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         zero = np.zeros((*who.lead, self.dim))
         initial = zero + self.loss.initial(self.dim)
         first = self.decision_set.project(initial)
         # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
         prefix = -2.0 * self.regularization * initial
-        return State(0, who.pick(self.scales), first, first, zero, zero, zero, prefix, zero, OpenNodes())
+        return _State(0, who.pick(self.scales), first, first, zero, zero, zero, prefix, zero, OpenNodes())
 
     # ---- what goes on the wire ---------------------------------------------------------------------------------------
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         t, leaf = state.t, self.blocks.leaf(state.t)
         if not leaf:
             return state, Message({"y": np.zeros_like(state.decision)})
@@ -121,7 +121,7 @@ class PdFtgl:
             state = replace(state, previous=state.current, held=held, nodes=nodes)
         return state, Message({"y": state.current})
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         """Replay. What follows from noise that no message shows is taken as said, with density 0.
 
         That is so after gossip only: a sum whose gradients were taken at a noisy decision (`leaf > delay`).
@@ -137,7 +137,7 @@ class PdFtgl:
         density = certain_density(said, said if open_end else state.current)
         return replace(state, current=said, previous=said if opens else state.previous), density
 
-    def _having_said(self, state: State, leaf: int, said: FloatArray) -> State:
+    def _having_said(self, state: _State, leaf: int, said: FloatArray) -> _State:
         """After the first message of a leaf's gossip, with the noise that it implies for the leaf's node."""
         node = said + state.nodes.merged(leaf) - on_grid(state.current, grid(state.scale))
         return replace(state, current=said, previous=said, nodes=state.nodes.with_leaf(leaf, node))
@@ -156,7 +156,7 @@ class PdFtgl:
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         t, theta = state.t, self.momentum
         current, previous, ahead = state.current, state.previous, state.ahead
         seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
@@ -168,10 +168,10 @@ class PdFtgl:
         state = replace(state, t=t + 1, gradient=state.gradient + seen, current=current, previous=previous, ahead=ahead)
         return self._close(state) if self.blocks.closes(t) else state
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.decision
 
-    def _close(self, state: State) -> State:
+    def _close(self, state: _State) -> _State:
         """The end of a block: its gossip is done, and its gradients are the next leaf."""
         block = (state.t - 1) // self.blocks.length
         prefix, decision = state.prefix, state.decision
@@ -190,7 +190,7 @@ class PdFtgl:
             current=state.gradient,
         )
 
-    def _leaf_sum(self, state: State) -> FloatArray:
+    def _leaf_sum(self, state: _State) -> FloatArray:
         """What the counter takes in. Noise that comes now is on a lattice, so the sum must be, too."""
         if self.before_gossip or not self._noisy:
             return state.current
@@ -198,9 +198,9 @@ class PdFtgl:
 
     def _curvature(self, leaves: int) -> float:
         """Of what a decision that rests on so many leaves minimises: `alpha L leaves + 2h`."""
-        return self.problem.alpha * self.blocks.length * leaves + 2.0 * self.regularization
+        return self.loss.ridge * self.blocks.length * leaves + 2.0 * self.regularization
 
-    def _step_ahead(self, state: State) -> FloatArray:
+    def _step_ahead(self, state: _State) -> FloatArray:
         """One step of conditional gradient with exact line search, (9) and Algorithm 4."""
         leaves = state.t // self.blocks.length - 1
         if not 1 <= leaves <= self.blocks.leaves:
@@ -231,7 +231,7 @@ class PdFtgl:
         published = None if self.before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
         scale = self.scales[learner]
         # Theorem 3.6 solved for epsilon.
-        paper = self.problem.paper_numerator(self.dim) / scale if scale else math.inf
+        paper = self.paper_cost / scale if scale else math.inf
         return TreeAccountant(self.blocks, self._wire_cost(learner), self._grounds(learner), paper, published)
 
     def _wire_cost(self, learner: int) -> NodeCost:

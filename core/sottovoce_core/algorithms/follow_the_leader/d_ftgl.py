@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.follow_the_leader.conditions import problem_of
-from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of
+from sottovoce_core.algorithms.follow_the_leader.gossip import Gossip, Lazy
+from sottovoce_core.algorithms.follow_the_leader.parameters import Problem
 from sottovoce_core.algorithms.interface import Heard, Message, Who
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, Setting
 from sottovoce_core.arrays import Batch, FloatArray
@@ -43,12 +43,12 @@ class DFtglSpec(AlgorithmSpec):
     lazy: Lazy = False
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[DFtgl, tuple[Caveat, ...]]:
-        gossip, problem = gossip_of(setting.fixed_network, self.lazy), problem_of(setting)
+    def build(self, setting: Setting) -> tuple[_DFtgl, tuple[Caveat, ...]]:
+        gossip, problem = Gossip.of(setting.fixed_network, self.lazy), Problem.of(setting)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))
-        algorithm = DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
+        algorithm = _DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
         text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
         return algorithm, (Caveat("WIRE_EXPOSED", text),)
 
@@ -57,7 +57,7 @@ class DFtglSpec(AlgorithmSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """The round t, x_t, and z_t."""
 
     t: int
@@ -66,7 +66,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DFtgl:
+class _DFtgl:
     """The algorithm for one run."""
 
     dim: int
@@ -80,30 +80,30 @@ class DFtgl:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         initial = np.zeros((*who.lead, self.dim)) + self.loss.initial(self.dim)
         # A regulariser h ||x - x_0||^2 in place of h ||x||^2: a network of neurons cannot start from zero.
         return self._deciding(0, -2.0 * self.regularization * initial)
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         return state, Message({"y": state.sum})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
         total = self.gossip.mix(state.sum, heard.weighted_sum("y"), heard.own_weight) + seen
         return self._deciding(state.t + 1, total)
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.decision
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = np.broadcast_to(message["y"], state.decision.shape)
         return self._deciding(state.t, said), certain_density(said, state.sum)
 
-    def _deciding(self, t: int, total: FloatArray) -> State:
+    def _deciding(self, t: int, total: FloatArray) -> _State:
         """The state before round t, a function of the sum alone."""
         curvature = self.loss.ridge * t + 2.0 * self.regularization
-        return State(t, self.decision_set.project(total * (-1.0 / curvature)), total)
+        return _State(t, self.decision_set.project(total * (-1.0 / curvature)), total)
 
     def noise_scale(self, learner: int, t: int) -> float:
         return 0.0

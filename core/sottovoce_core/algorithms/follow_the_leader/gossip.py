@@ -43,6 +43,32 @@ class Gossip:
     sigma_2: float
     smallest: float
 
+    @classmethod
+    def of(cls, network: FixedNetwork, lazy: Lazy) -> Gossip:
+        """The gossip matrix of a network.
+
+        Args:
+            network: symmetric, rows sum to one.
+            lazy: take `(I+P)/2`; auto: only where P has a negative eigenvalue.
+
+        Raises:
+            CheckFailed: P_NEGATIVE or P_DISCONNECTED.
+        """
+        matrix, share = network.at(0).matrix, 1.0
+        if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -ROUNDING):
+            matrix, share = (np.eye(len(matrix)) + matrix) / 2.0, 0.5
+        if matrix.min() < 0.0:
+            text = "the mixing matrix must be doubly stochastic, with no negative weight"
+            raise CheckFailed(
+                "P_NEGATIVE", f"{text}, got {matrix.min():g}; lower the coupling weights, or take metropolis"
+            )
+        eigenvalues = np.linalg.eigvalsh(matrix)
+        sigma_2 = float(np.abs(np.delete(eigenvalues, -1)).max(initial=0.0))
+        if sigma_2 >= 1.0 - ROUNDING:
+            text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
+            raise CheckFailed("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
+        return cls(matrix, share, sigma_2, float(eigenvalues[0]))
+
     @property
     def n_learners(self) -> int:
         """Number of learners n."""
@@ -92,27 +118,3 @@ class Gossip:
     @property
     def _s(self) -> float:
         return math.sqrt(1.0 - self.sigma_2**2)
-
-
-def gossip_of(network: FixedNetwork, lazy: Lazy) -> Gossip:
-    """The gossip matrix of a network.
-
-    Args:
-        network: symmetric, rows sum to one.
-        lazy: take `(I+P)/2`; auto: only where P has a negative eigenvalue.
-
-    Raises:
-        CheckFailed: P_NEGATIVE or P_DISCONNECTED.
-    """
-    matrix, share = network.at(0).matrix, 1.0
-    if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -ROUNDING):
-        matrix, share = (np.eye(len(matrix)) + matrix) / 2.0, 0.5
-    if matrix.min() < 0.0:
-        text = "the mixing matrix must be doubly stochastic, with no negative weight"
-        raise CheckFailed("P_NEGATIVE", f"{text}, got {matrix.min():g}; lower the coupling weights, or take metropolis")
-    eigenvalues = np.linalg.eigvalsh(matrix)
-    sigma_2 = float(np.abs(np.delete(eigenvalues, -1)).max(initial=0.0))
-    if sigma_2 >= 1.0 - ROUNDING:
-        text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
-        raise CheckFailed("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
-    return Gossip(matrix, share, sigma_2, float(eigenvalues[0]))

@@ -1,9 +1,7 @@
 """Gossip gradient descent: DSGD, DOLA, PDOP, DPDOLA, PD-OGD, D-OGD, and DPSR.
 
-parameters  the published methods, as choices of parts; how a run is made of them
+parameters  the published methods, as choices of parts, how a run is made of them, what is refused and what is only reported
 choices     step sizes and noises that a spec may choose
-conditions  what is refused, and what is only reported
 algorithm   the state machine of all of them
-dpsr        the one that rescales its steps
 accounting  what its messages cost: the meter
 """

@@ -45,7 +45,7 @@ from sottovoce_core.losses import Loss, bounded, mean_gradient
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import Noise
 from sottovoce_core.noise.mechanisms import certain_density, laplace_density, largest_said, lattice_of, say_laplace
-from sottovoce_core.privacy.guarantee import Event, Regularity, regularity_of
+from sottovoce_core.privacy.guarantee import Event, Regularity
 
 # ---- algorithm -------------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ OwnValue = Literal["said", "clean"]
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """x_t, what was said of it in this round, and what is played."""
 
     who: Who
@@ -89,18 +89,18 @@ class GossipDescent:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         first = self.decision_set.project(np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim)))
-        return State(who, 0, first, first, first)
+        return _State(who, 0, first, first, first)
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        said = say_laplace(noise, "y", state.t, state.x, self._scale(state), partial(picked, state.who, self.noise))
-        return State(state.who, state.t, state.x, said, state.played), Message({"y": said})
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+        said = say_laplace(noise, "y", state.t, state.x, self._scale(state), partial(_picked, state.who, self.noise))
+        return _State(state.who, state.t, state.x, said, state.played), Message({"y": said})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
-        return self.descend(state, heard, batch, picked(state.who, self.step, state.t))
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+        return self.descend(state, heard, batch, _picked(state.who, self.step, state.t))
 
-    def descend(self, state: State, heard: Heard, batch: Batch, step: Scalars) -> State:
+    def descend(self, state: _State, heard: Heard, batch: Batch, step: Scalars) -> _State:
         """`listen` with a step size of one's own."""
         own = state.said if self.own_value == "said" else state.x
         mixed = heard.own_weight * own
@@ -112,12 +112,12 @@ class GossipDescent:
         gradient *= step
         x = self.decision_set.project(np.subtract(mixed, gradient, out=gradient))
         played = self.decision_set.project(mixed) if self.play == "mixed" else x
-        return State(state.who, state.t + 1, x, state.said, played)
+        return _State(state.who, state.t + 1, x, state.said, played)
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.played
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         said = message["y"]
         return replace(state, said=said), laplace_density(said, state.x, self._scale(state))
 
@@ -144,7 +144,7 @@ class GossipDescent:
 
     def regularity(self) -> Regularity:
         """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
-        known = regularity_of(self.loss, self.decision_set, self.dim)
+        known = Regularity.of(self.loss, self.decision_set, self.dim)
         if self.gradient_at == "own":
             return known
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
@@ -156,11 +156,11 @@ class GossipDescent:
             return lambda t: 0.0
         return lambda t: float(self.network.at(t).own[learner])
 
-    def _scale(self, state: State) -> Scalars:
-        return picked(state.who, self.noise, state.t)
+    def _scale(self, state: _State) -> Scalars:
+        return _picked(state.who, self.noise, state.t)
 
 
-def picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
+def _picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
     """The numbers of round t that belong to a state, ready to broadcast."""
     if isinstance(who.learner, int):
         return schedules[who.learner](t)
@@ -173,10 +173,10 @@ def picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _RescaledState:
     """The state of the descent, the learner's own place as a unit vector, and e_t: both `(..., learners)`."""
 
-    descent: State
+    descent: _State
     place: FloatArray
     e: FloatArray
 
@@ -200,28 +200,28 @@ class Dpsr:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**self.descent.field_shapes(), "e": (self.n_learners,)}
 
-    def start(self, who: Who) -> _State:
+    def start(self, who: Who) -> _RescaledState:
         index = np.asarray(who.learner)
         unit = np.eye(self.n_learners)[index if index.ndim == 0 else index[:, None]]
         place = np.broadcast_to(unit, (*who.lead, self.n_learners))
-        return _State(self.descent.start(who), place, place)
+        return _RescaledState(self.descent.start(who), place, place)
 
-    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
+    def speak(self, state: _RescaledState, noise: Noise) -> tuple[_RescaledState, Message]:
         descent, message = self.descent.speak(state.descent, noise)
         return replace(state, descent=descent), Message({**message.fields, "e": state.e})
 
-    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
+    def listen(self, state: _RescaledState, heard: Heard, batch: Batch) -> _RescaledState:
         who, t = state.descent.who, state.descent.t
         share = (state.e * state.place).sum(axis=-1, keepdims=True)
-        planned = picked(who, self.descent.step, t)
-        step = np.minimum(picked(who, self.unscaled, t) / np.maximum(share, np.finfo(float).tiny), planned)
+        planned = _picked(who, self.descent.step, t)
+        step = np.minimum(_picked(who, self.unscaled, t) / np.maximum(share, np.finfo(float).tiny), planned)
         e = heard.own_weight * state.e + heard.weighted_sum("e")
-        return _State(self.descent.descend(state.descent, heard, batch, step), state.place, e)
+        return _RescaledState(self.descent.descend(state.descent, heard, batch, step), state.place, e)
 
-    def decision(self, state: _State) -> FloatArray:
+    def decision(self, state: _RescaledState) -> FloatArray:
         return self.descent.decision(state.descent)
 
-    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
+    def overheard(self, state: _RescaledState, message: Message) -> tuple[_RescaledState, FloatArray]:
         descent, density = self.descent.overheard(state.descent, message)
         return replace(state, descent=descent), density + certain_density(message["e"], state.e)
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from sottovoce_core.algorithms.gradient_descent.accounting import Schedule
-from sottovoce_core.algorithms.gradient_descent.conditions import require_change
 from sottovoce_core.algorithms.setting import PerLearner, Setting, divided, times
 from sottovoce_core.errors import SpecError, require
 from sottovoce_core.noise import GRID_BITS
@@ -161,6 +160,15 @@ NoiseScale = Annotated[
 ]
 """Each makes the `schedules` of rho_t, one for each learner, which has its own steps; and the same noise `louder`, each learner's
 multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
+
+
+def require_change(change: float) -> None:
+    """GRAD_CHANGE."""
+    text = (
+        "a privacy budget needs a finite bound on the per-record gradient change where the gradient is taken (a mix of"
+    )
+    text += " noisy messages may lie anywhere): set clip_norm, or choose a loss whose gradients are bounded"
+    require(0 < change < math.inf, "GRAD_CHANGE", f"{text}, got {change}")
 
 
 def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]:

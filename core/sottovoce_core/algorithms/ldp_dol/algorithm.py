@@ -20,8 +20,7 @@ from functools import partial
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Heard, Message, Who
-from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant
-from sottovoce_core.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce_core.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, Mode, Schedules
 from sottovoce_core.arrays import Batch, FloatArray, Scalars
 from sottovoce_core.decision_sets import DecisionSet
 from sottovoce_core.losses import Loss, bounded
@@ -29,11 +28,11 @@ from sottovoce_core.losses.history import History, start_history
 from sottovoce_core.network.network import Network
 from sottovoce_core.noise import Noise
 from sottovoce_core.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
-from sottovoce_core.privacy.guarantee import regularity_of
+from sottovoce_core.privacy.guarantee import Regularity
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class _State:
     """theta_t, the round t, and the records seen."""
 
     who: Who
@@ -63,16 +62,16 @@ class LdpDol:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"y": (self.dim,)}
 
-    def start(self, who: Who) -> State:
+    def start(self, who: Who) -> _State:
         initial = np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim))
         origin = self.decision_set.project(initial)
-        return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
+        return _State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
-    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
         return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, scale, later)})
 
-    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
         history = state.history.observe(bounded(self.loss, batch))
@@ -85,16 +84,16 @@ class LdpDol:
         gradient *= step
         moved -= gradient
         theta = self.decision_set.project(moved)
-        return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
+        return _State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
 
-    def decision(self, state: State) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return state.theta
 
-    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         return state, laplace_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
-        known = regularity_of(self.loss, self.decision_set, self.dim)
+        known = Regularity.of(self.loss, self.decision_set, self.dim)
         smallest = float(self.network.at(0).neighbours.sum(axis=1).min())
         changing = self.network.horizon > 1
         return LdpDolAccountant(
@@ -123,6 +122,6 @@ class LdpDol:
         return float(self.network.at(t).neighbours[learner].sum())
 
 
-def _laplace_scale(state: State, t: int) -> Scalars:
+def _laplace_scale(state: _State, t: int) -> Scalars:
     """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
     return state.sigma / math.sqrt(2.0) * (t + 1.0) ** state.varsigma

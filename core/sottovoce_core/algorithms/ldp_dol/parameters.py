@@ -1,18 +1,27 @@
-"""The parameters of LDP-DOL, and how a run is made of them."""
+"""The parameters of LDP-DOL, how a run is made of them, and the conditions of its theory (Chen & Wang 2025, Theorems 1-5).
+
+What would void the privacy guarantee or leave it undefined is refused. What only voids a convergence theorem is a
+finding: the run goes on, and its user is told which theorem does not apply. Conditions on W are `topology`'s.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Literal
 
+from sottovoce_core.algorithms.ldp_dol.accounting import Mode, Schedules, require_mode
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.algorithms.ldp_dol.conditions import check_ldp_dol, large_statistics
-from sottovoce_core.algorithms.ldp_dol.sensitivity import Mode, Schedules
 from sottovoce_core.algorithms.setting import AlgorithmSpec, Caveat, PerLearner, Setting, require_scales, times
-from sottovoce_core.privacy.guarantee import regularity_of
+from sottovoce_core.errors import require
+from sottovoce_core.losses import Loss
+from sottovoce_core.losses.history import QuadraticHistory, start_history
+from sottovoce_core.network.topology import FixedNetwork
+from sottovoce_core.privacy.guarantee import Regularity
 
 
 class LdpDolSpec(AlgorithmSpec):
-    """LDP-DOL (Chen & Wang 2025). `conditions` has what the theory asks of these numbers."""
+    """LDP-DOL (Chen & Wang 2025). The conditions below have what the theory asks of these numbers."""
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
@@ -36,18 +45,157 @@ class LdpDolSpec(AlgorithmSpec):
             decision_set=setting.decision_set,
             accounting=self.accounting,
         )
-        findings = check_ldp_dol(
+        findings = _check_ldp_dol(
             algorithm.schedules,
             self.accounting,
             algorithm.sigma,
             algorithm.varsigma,
             topology,
-            regularity_of(setting.loss, setting.decision_set, setting.dim),
+            Regularity.of(setting.loss, setting.decision_set, setting.dim),
             strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
         )
         ends = (0, setting.rounds - 1)  # the noise grows with the rounds
         require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
-        return algorithm, (*findings, *large_statistics(setting.loss, setting.dim))
+        return algorithm, (*findings, *_large_statistics(setting.loss, setting.dim))
 
     def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
         return self.model_copy(update={"sigma": times(self.sigma, factors)})
+
+
+# ---- conditions -------------------------------------------------------------------------------------------------------
+
+_LARGE = 2**28
+"""Bytes of statistics of which a user is told."""
+
+
+def _check_ldp_dol(
+    schedules: Schedules,
+    mode: Mode,
+    sigma: tuple[float, ...],
+    varsigma: tuple[float, ...],
+    topology: FixedNetwork,
+    known: Regularity,
+    strong_convexity: float,
+) -> tuple[Caveat, ...]:
+    """Refuse parameters without a guarantee, and report those outside a convergence theorem.
+
+    Args:
+        strong_convexity: mu of every expected loss, ridge included; 0: convex only.
+
+    Raises:
+        CheckFailed: LAMBDA0, GAMMA0, EXPONENT_RANGE, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE, SMOOTHNESS, NOT_CONVEX or
+            CONVEX_CLIPPED, whichever fails first.
+    """
+    _require_schedules(schedules)
+    _require_noise(sigma, varsigma)
+    text = "a privacy budget needs a finite bound on the per-record gradient change"
+    text = f"{text}: bound the features, or set clip_norm, got {known.change}"
+    require(0 < known.change < math.inf, "GRAD_CHANGE", text)
+    require_mode(mode, known)
+    findings = [*_network_findings(schedules, varsigma, topology)]
+    if strong_convexity > 0:
+        findings += _strongly_convex_findings(schedules, topology, known, strong_convexity)
+    elif known.convex:
+        findings += _convex_findings(schedules, topology, known)
+    return tuple(findings)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------
+
+
+def _require_schedules(schedules: Schedules) -> None:
+    """LAMBDA0, GAMMA0, EXPONENT_RANGE."""
+    positive = "lam0 and gam0 must be positive and finite"
+    require(0 < schedules.lam0 < math.inf, "LAMBDA0", f"{positive}, got lam0={schedules.lam0}")
+    require(0 < schedules.gam0 < math.inf, "GAMMA0", f"{positive}, got gam0={schedules.gam0}")
+    text = f"u and v must lie strictly between 0.5 and 1, got u={schedules.u}, v={schedules.v}"
+    require(0.5 < schedules.u < 1 and 0.5 < schedules.v < 1, "EXPONENT_RANGE", text)
+
+
+def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> None:
+    """SIGMA, VARSIGMA_RANGE."""
+    for value in sigma:
+        require(0 < value < math.inf, "SIGMA", f"sigma must be positive and finite, got {value}")
+    for value in varsigma:
+        require(0 <= value < 0.5, "VARSIGMA_RANGE", f"varsigma must lie in [0, 0.5), got {value}")
+
+
+# ---- reported --------------------------------------------------------------------------------------------
+
+
+def _network_findings(schedules: Schedules, varsigma: tuple[float, ...], topology: FixedNetwork) -> Iterator[Caveat]:
+    """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
+    if schedules.u >= schedules.v:
+        yield Caveat("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={schedules.u}, v={schedules.v}")
+    if max(varsigma) + 0.5 >= schedules.u:
+        text = "noise grows too fast for Theorems 1-4 (max varsigma + 0.5 must be below u)"
+        yield Caveat("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={schedules.u}")
+    if -3 * topology.delta_m * schedules.gam0 > 1:
+        text = "gam0 exceeds 1/(3 |delta_m|): only the large-time theorems apply"
+        yield Caveat("GAMMA0_LARGE", f"{text}, got gam0={schedules.gam0}, delta_m={topology.delta_m:.6g}")
+    largest = max(topology.own_weight(i) for i in range(topology.n_learners))
+    if schedules.gam0 * largest > 1:
+        text = "gam0*|w_ii| > 1: first rounds overshoot; accounting uses |1 - |w_ii| gamma_t|"
+        yield Caveat("COUPLING_OVERSHOOT", f"{text}, got {schedules.gam0 * largest:.6g}")
+
+
+def _large_statistics(loss: Loss, dim: int) -> Iterator[Caveat]:
+    """STATISTICS: what takes so much memory that a machine may lack it."""
+    size = 8 * (dim + 1) ** 2
+    if isinstance(start_history(loss), QuadraticHistory) and size >= _LARGE:
+        yield Caveat(
+            "STATISTICS",
+            f"a learner keeps exact statistics of this loss in place of records, {dim + 1} x {dim + 1} numbers: "
+            f"{size / 2**30:.2g} GiB, and up to four times that while it writes a snapshot; with loss.clip_norm, or "
+            "history: exact for the logistic loss, it keeps its records",
+        )
+
+
+def _strongly_convex_findings(
+    schedules: Schedules, topology: FixedNetwork, known: Regularity, mu: float
+) -> Iterator[Caveat]:
+    """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
+    smoothness = known.smoothness + known.ridge  # the theorem's L is that of the whole loss
+    excess = (mu * mu + 8 * smoothness * smoothness) * schedules.lam0 / (-topology.delta_2 * mu * schedules.gam0)
+    if excess > 1:
+        yield _late(1, _transient(schedules, topology, excess, schedules.v - schedules.u))
+
+
+def _convex_findings(schedules: Schedules, topology: FixedNetwork, known: Regularity) -> Iterator[Caveat]:
+    """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`.
+
+    Of kappa, the standard deviation of a record's gradient, it is known that C allows no more than `C / sqrt(2)`; of D, the bound
+    on the expected loss's gradient, that it is at most `G + r diameter`. Without a ridge, an unbounded decision set does no harm.
+    """
+    if (1 + 2 * schedules.u) / 3 >= schedules.v:
+        text = f"v too small for Theorem 2/4, got v={schedules.v} against (1 + 2u)/3 = {(1 + 2 * schedules.u) / 3:.6g}"
+        yield Caveat("V_TOO_SMALL", text)
+    smoothness = known.smoothness + known.ridge
+    deviation = known.change / math.sqrt(2)
+    slope = known.clip_norm + (known.ridge * known.diameter if known.ridge else 0.0)
+    squares = smoothness * smoothness + deviation * deviation + slope * slope
+    excess = 2 * squares * schedules.lam0 / (-topology.delta_2 * schedules.gam0)
+    if excess > 1:
+        yield _late(2, _transient(schedules, topology, excess, (3 * schedules.v - 2 * schedules.u - 1) / 2))
+
+
+def _transient(schedules: Schedules, topology: FixedNetwork, excess: float, gap: float) -> float:
+    """t0, the round after which the step sizes are small enough: the theorems' large-time versions (Theorems 3, 4)."""
+    coupling = -3 * topology.delta_m * schedules.gam0
+    return max(0.0, _root(coupling, schedules.u) - 1, _root(excess, gap) - 1)
+
+
+def _root(base: float, degree: float) -> float:
+    """`base^(1/degree)`, infinite beyond floats, and where the step sizes never get small (degree <= 0)."""
+    if degree <= 0:
+        return math.inf
+    try:
+        return float(base ** (1 / degree))
+    except OverflowError:
+        return math.inf
+
+
+def _late(theorem: int, t0: float) -> Caveat:
+    shown = f"{math.ceil(t0)}" if t0 < 1e6 else f"{t0:.0e}"
+    text = f"lam0 above the Theorem {theorem} limit; guarantee starts after round t0 = {shown}"
+    return Caveat("LAMBDA0_LARGE", text)

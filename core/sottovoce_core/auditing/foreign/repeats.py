@@ -17,7 +17,7 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.foreign.views import message_names
 from sottovoce_core.auditing.views import Conversation, Overheard, decoded
 from sottovoce_core.optional import import_extra
-from sottovoce_core.running.transcript import Versions
+from sottovoce_core.running.transcript import Recent
 
 # ---- resolution ------------------------------------------------------------------------------------------------------
 
@@ -286,12 +286,12 @@ def _varied(
 def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:
     found = []
     for run in runs:
-        versions = Versions[tuple[object, ...]]()
+        versions = Recent[tuple[object, ...], bytes]()
         for each in run.messages:
             if each.decoded is None or each.decoded.round is None:
                 continue
             key = (each.place, each.decoded.sender, each.decoded.round)
-            if versions.first(key, each.digest) != each.digest:
+            if versions.setdefault(key, each.digest) != each.digest:
                 found.append((run, each))
     if not found:
         return []
