@@ -16,7 +16,6 @@ from sottovoce_core.errors import NotReady, SottovoceError
 from sottovoce_core.running.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.directives import Sent, read_sent
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -87,7 +86,7 @@ class Captures:
 
     async def sent(
         self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
-    ) -> tuple[Sent, ...]:
+    ) -> Sequence[eavesdropper_pb2.Sent]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
         Args:
@@ -106,7 +105,7 @@ class Captures:
                 answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
-        return read_sent(answer.sent)
+        return answer.sent
 
     async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""

@@ -26,10 +26,11 @@ from sottovoce_core.running.participation import with_learner, without
 from sottovoce_core.running.run import Run, build_run, require_noise
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Directive, Stop
+from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1.coordinator_pb2 import Stop
 
 log = structlog.get_logger()
 
@@ -120,8 +121,8 @@ class Conductor:
             return
         self._reserve(course)
         course.told = book.clock.granted
-        told = zip(book.index, book.go_on(), strict=True)
-        self._members.tell(book.run_id, {name: own for name, own in told if course.has(name)})
+        grant = book.go_on()
+        self._members.tell(book.run_id, {name: [grant] for name in book.index if course.has(name)})
         self._tasks.start(self._look_ahead(course), "grants are not prepared")
 
     def _reserve(self, course: Course) -> None:
@@ -194,7 +195,7 @@ class Conductor:
     def _back(self, course: Course, index: int, member: Member) -> None:
         """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
         book, names = course.book, course.book.run.spec.names
-        book.back(index, by_digest=member.digests)
+        book.back(index)
         moved = book.move(index, member.address)
         self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in moved.items()})
 
@@ -272,7 +273,7 @@ class Conductor:
 
 Change = Callable[[RunSpec], RunSpec]
 
-RESTING = Stop("learners leave or join")
+RESTING = Stop(reason="learners leave or join")
 _AGAIN_S = 1.0
 """Between two tries to write that learners are lost."""
 
@@ -397,7 +398,11 @@ class Amender:
         here = [name for name in book.index if name in self._members]
         for name in here:
             own = book.index[name]
-            told = [Stop("the run goes on without this learner", over=True)] if own in book.lost else book.briefing(own)
+            told = (
+                [Stop(reason="the run goes on without this learner", over=True)]
+                if own in book.lost
+                else book.briefing(own)
+            )
             self._members.tell(book.run_id, {name: told})
         if gone := [book.run.spec.names[i] for i in sorted(book.lost - before)]:
             log.warning("learners are lost", run_id=book.run_id, learners=gone)

@@ -15,10 +15,11 @@ from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_core.errors import NotFound, NotReady, SpecError
 from sottovoce_core.running.run import Run
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Sent, Stop
 from sottovoce_rpc.learner_status import LearnerStatus, noticed_of
 from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Stop
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 MOST_RUNS = 32
 """Runs that are remembered, beside those that are under way."""
@@ -186,7 +187,7 @@ class PastRun:
     def farewell(self) -> Stop:
         """What a learner is told that comes back to it."""
         run = self.view()
-        return Stop(run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
+        return Stop(reason=run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
 
 def taken_up(kept: KeptRun, uncaptured: str) -> KeptRun:
@@ -270,7 +271,7 @@ class Courses:
                 name, rounds = each.status.learner, each.status.rounds_said
                 if rounds and name in found:
                     # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
-                    found[name].append(Sent(run_id, name, rounds, view.started_at.ToDatetime(UTC)))
+                    found[name].append(Sent(run_id=run_id, learner=name, rounds=rounds, last_at=view.started_at))
         return found
 
     @property

@@ -23,7 +23,7 @@ from sottovoce_core.errors import (
 )
 from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
+from sottovoce_rpc.directives import Directive, Origin, to_wire
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_rpc.tasks import Tell, if_long
@@ -52,7 +52,6 @@ class Member:
     attempt: int = 0
     plan_hash: bytes = b""
     closed: bool = False  # by its log the last round that it has said was learned, too
-    digests: bool = False  # it takes the digest of a grant in place of epochs
     # Made a message when its turn comes: so many of them do not hold up everybody. None: that was the last one.
     directives: asyncio.Queue[tuple[str, Directive, Origin] | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,13 +113,13 @@ class Members:
         now = known.admit(claim, live=member.name in self._here, journaled=journaled)
         self._remember(member.name, now)
         if not claim.rejoins:
-            await context.write(to_wire("", Issued(now.issued), member.origin))
+            await context.write(to_wire("", coordinator_pb2.Issued(incarnation=now.issued), member.origin))
             event = await _next(events, "a confirmation")
             if event is None or event.WhichOneof("event") != "confirmation":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
             now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
             self._remember(member.name, now)
-        member.tell("", Confirmed(now.confirmed))
+        member.tell("", coordinator_pb2.Confirmed(incarnation=now.confirmed))
 
     def _require_room(self, name: str) -> None:
         """Refuse a learner beyond those that a coordinator serves.
@@ -182,7 +181,7 @@ class Members:
         for name, own in directives.items():
             if name in self._here:
                 for directive in own:
-                    self.epochs += isinstance(directive, Epoch)
+                    self.epochs += isinstance(directive, coordinator_pb2.TopologyEpoch)
                     self._here[name].tell(run_id, directive)
 
     def dismiss(self) -> None:
@@ -309,7 +308,6 @@ async def introduced(
         said.attempt,
         said.plan_hash,
         said.closed,
-        said.digests,
     )
 
 

@@ -22,7 +22,6 @@ from sottovoce_coordinator.store import Store
 from sottovoce_core.errors import SottovoceError, StrangerError, Unavailable
 from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus, Waiting, noticed_in
 from sottovoce_rpc.logs import log_start, tell_if_open, worded_by_us
 from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
@@ -187,7 +186,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         finally:  # what it told counts for who takes up its run, whether it stays or not
             await self._members.announce()
 
-    def _farewell(self, member: Member) -> Stop:
+    def _farewell(self, member: Member) -> coordinator_pb2.Stop:
         """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
         run_id = member.run_id
         if (known := self._courses.get(run_id)) is not None:
@@ -197,7 +196,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
                 f"empty one, and let it take the run up: `sottovoce run SPEC --recover {run_id}`"
             )
-        return Stop("its coordinator does not know the run: it was started again without --state, or with another one")
+        return coordinator_pb2.Stop(
+            reason="its coordinator does not know the run: it was started again without --state, or with another one"
+        )
 
     def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.

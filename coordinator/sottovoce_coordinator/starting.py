@@ -26,11 +26,11 @@ from sottovoce_core.errors import AlreadyExists, NotReady, SottovoceError, SpecE
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
 from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 log = structlog.get_logger()
 

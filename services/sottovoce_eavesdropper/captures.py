@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
@@ -22,9 +22,9 @@ from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 log = structlog.get_logger()
 
@@ -254,12 +254,13 @@ def _sent_of(capture: Capture) -> list[Sent]:
     Raises:
         CaptureError: it cannot be read.
     """
-    names, run_id = capture.names, str(capture.facts["run_id"])
-    return [
-        Sent(run_id, names[sender], rounds, datetime.fromtimestamp(at / 1e9, UTC))
-        for sender, (rounds, at) in sent_in(capture).items()
-        if sender < len(names)
-    ]
+    names, found = capture.names, list[Sent]()
+    for sender, (rounds, at) in sent_in(capture).items():
+        if sender < len(names):
+            last_at = Timestamp()
+            last_at.FromNanoseconds(at)
+            found.append(Sent(run_id=capture.facts["run_id"], learner=names[sender], rounds=rounds, last_at=last_at))
+    return found
 
 
 def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:

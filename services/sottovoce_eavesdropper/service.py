@@ -177,7 +177,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
             except OSError as error:
                 raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
-            return eavesdropper_pb2.ListSentResponse(sent=[each.to_wire() for each in found])
+            return eavesdropper_pb2.ListSentResponse(sent=found)
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context

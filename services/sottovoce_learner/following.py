@@ -253,14 +253,14 @@ class Following:
         )
         await call.write(pb.Event(introduction=introduction))
         told = await _answer(call)
-        if isinstance(told, directives.Issued) and not self._confirmed:
+        if isinstance(told, pb.Issued) and not self._confirmed:
             try:
                 self.identity = own.issued(told.incarnation, self._config.state_folder)
             except OSError as error:
                 raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
             await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
             told = await _answer(call)
-        if told != directives.Confirmed(self.identity.incarnation):
+        if told != pb.Confirmed(incarnation=self.identity.incarnation):
             raise RemoteProtocolError(
                 f"the coordinator must confirm incarnation {self.identity.incarnation}, got {told}"
             )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.conducting import RESTING
 from sottovoce_coordinator.runs import RunState
 from tests.model import books, machine, runs
 from tests.model.books import Book
-from tests.model.coordinating import LOST, Coordinating
+from tests.model.coordinating import LOST, RESTING, Coordinating
 from tests.model.stage import Step
 from tests.model.state import Begin, Change, Coordinator, State, less
 

@@ -32,7 +32,7 @@ from sottovoce_learner import parts
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
-from sottovoce_rpc.directives import Grant, Origin
+from sottovoce_rpc.directives import Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import AROUND_BYTES, MAX_CONTROL, MAX_MESSAGE, channel
@@ -371,9 +371,9 @@ async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pyte
     monkeypatch.setattr(joining, "_MOST_DIRECTIVES", 3)
     member = Member(Claim("ann", bytes(16)), "", Origin())
     for t in range(3):
-        member.tell("run-1", Grant(t))
+        member.tell("run-1", coordinator_pb2.Grant(until_round=t))
     assert not member.displaced.is_set()
-    member.tell("run-1", Grant(3))
+    member.tell("run-1", coordinator_pb2.Grant(until_round=3))
     assert member.directives.qsize() == 3
     with pytest.raises(Exception, match="learner ann"):
         await displacement(member)

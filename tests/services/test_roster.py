@@ -37,7 +37,7 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import store
 from sottovoce_learner.storage.verify import Ledger
-from sottovoce_rpc.directives import Assignment, Directive
+from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -454,7 +454,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
 
     prepare, prepared = Learner._prepare, list[str]()
 
-    async def noted(self: Learner, run_id: str, told: Assignment) -> None:
+    async def noted(self: Learner, run_id: str, told: coordinator_pb2.Assignment) -> None:
         prepared.append(run_id)
         await prepare(self, run_id, told)
 
