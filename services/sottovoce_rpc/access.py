@@ -48,6 +48,9 @@ STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Decode = Callable[[bytes], Any]
+_WITH_RECORDS = frozenset({f"{_LEARNER}/Predict"})
+"""Single requests that may be as long as any message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +232,28 @@ class StreamLimit:
 class Access(grpc.aio.ServerInterceptor):
     """Holds a server to the table. What is not in it, nobody may call.
 
-    Nothing of a call is read before it is known that its caller may make it.
+    Nothing of a call is read before it is known that its caller may make it. Single requests are decoded here, in gRPC's
+    place, which answers UNKNOWN, with the text of an exception, and logs a traceback. Messages of a stream are decoded where
+    they are asked for, and refused there (`answering`).
 
     Args:
         credentials: of the server, which know the callers.
         refused: counts calls that are (default: those of this server alone).
         max_message: bytes of the longest message of this server; None: its calls read without turns.
+        max_request: bytes of a single request without records: decoded, it may take ten times as much memory.
     """
 
     def __init__(
-        self, credentials: Credentials, refused: Refusals | None = None, max_message: int | None = None
+        self,
+        credentials: Credentials,
+        refused: Refusals | None = None,
+        *,
+        max_message: int | None = None,
+        max_request: int = MAX_UNREAD_BYTES,
     ) -> None:
         self.refused, self._credentials = refused or Refusals(), credentials
         self._turns = None if max_message is None else Turns(max_message)
+        self._max_request = max_request
 
     def require(self, method: str, context: Context) -> Principal | None:
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
@@ -276,6 +288,7 @@ class Access(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method, single = handler_call_details.method, not handler.request_streaming
+        decode = handler.request_deserializer if single else None
         # A single request is read as a stream of one: else gRPC would read it before anybody has looked at its caller.
         make = (
             grpc.stream_stream_rpc_method_handler
@@ -284,13 +297,13 @@ class Access(grpc.aio.ServerInterceptor):
         )
         own = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if inspect.isasyncgenfunction(own):
-            held: Callable[..., Any] = self._generated(method, own, single)
+            held: Callable[..., Any] = self._generated(method, own, decode)
         else:
-            held = self._awaited(method, own, single, watched=not single or handler.response_streaming)
-        return make(held, handler.request_deserializer, handler.response_serializer)
+            held = self._awaited(method, own, decode, watched=not single or handler.response_streaming)
+        return make(held, None if single else handler.request_deserializer, handler.response_serializer)
 
     def _awaited(
-        self, method: str, own: Callable[..., Awaitable[Any]], single: bool, *, watched: bool
+        self, method: str, own: Callable[..., Awaitable[Any]], decode: _Decode | None, *, watched: bool
     ) -> Callable[..., Awaitable[Any]]:
         async def answer(_: object, context: Context) -> Any:
             held: list[Any] = [_Requests(context)]
@@ -298,7 +311,7 @@ class Access(grpc.aio.ServerInterceptor):
                 async with answering(context):
                     caller = self.require(method, context)
                     with self._counted(method, caller, context):
-                        async with self._read(method, caller, held, single):
+                        async with self._read(method, caller, held, decode):
                             if not watched or caller is None:
                                 return await own(held.pop(), context)
                             async with beside(self._still(method, context)):
@@ -307,7 +320,7 @@ class Access(grpc.aio.ServerInterceptor):
         return answer
 
     def _generated(
-        self, method: str, own: Callable[..., AsyncIterator[Any]], single: bool
+        self, method: str, own: Callable[..., AsyncIterator[Any]], decode: _Decode | None
     ) -> Callable[..., AsyncIterator[Any]]:
         async def answers(_: object, context: Context) -> AsyncIterator[Any]:
             held: list[Any] = [_Requests(context)]
@@ -315,7 +328,7 @@ class Access(grpc.aio.ServerInterceptor):
                 async with answering(context):
                     caller = self.require(method, context)
                     with self._counted(method, caller, context):
-                        async with self._read(method, caller, held, single):
+                        async with self._read(method, caller, held, decode):
                             async for each in own(held.pop(), context):
                                 if caller is not None:
                                     self.require(method, context)
@@ -324,16 +337,20 @@ class Access(grpc.aio.ServerInterceptor):
         return answers
 
     @contextlib.asynccontextmanager
-    async def _read(self, method: str, caller: Principal | None, held: list[Any], single: bool) -> AsyncIterator[None]:
-        """Put the one request of a call, read in its turn, in the place of its stream; or give the stream a turn."""
+    async def _read(
+        self, method: str, caller: Principal | None, held: list[Any], decode: _Decode | None
+    ) -> AsyncIterator[None]:
+        """Put the one request of a call, read in its turn, in the place of its stream; no `decode`: give the stream a turn."""
         if self._turns is None:
-            if single:
-                held[0] = await _only(held[0])
             yield
             return
         async with self._turns.turn(method, caller) as turn:
-            if single:
-                held[0] = await _only(held[0])
+            if decode is not None:
+                raw = await _only(held[0])
+                if len(raw) > self._max_request and method not in _WITH_RECORDS:
+                    raise RemoteProtocolError(f"a request must have at most {self._max_request} bytes, got {len(raw)}")
+                held[0] = decode(raw)
+                del raw  # the request has its own copy
                 turn.give_back()
             else:
                 _TURN.set(turn)

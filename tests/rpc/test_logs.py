@@ -103,7 +103,9 @@ def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called()
     line = given_wrongly.__code__.co_firstlineno + 1
     assert failure(error, own={"tests", "sottovoce_core"})["where"] == f"{__file__}:{line}"
     assert "sottovoce_core/noise" in failure(error)["where"]
-    assert "sottovoce_core/noise" in failure(error, own={"sottovoce_core"})["where"]  # an algorithm of ours is not somebody's own
+    assert (
+        "sottovoce_core/noise" in failure(error, own={"sottovoce_core"})["where"]
+    )  # an algorithm of ours is not somebody's own
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:
