@@ -43,6 +43,7 @@ from sottovoce_rpc.certificates import (
     key_in,
     leads_to,
     named,
+    number_of,
     require_fit,
     revoked_in,
 )
@@ -477,7 +478,7 @@ def _known(now: _Loaded, found: x509.Certificate, chain: bytes) -> Principal:
     if principal is None or principal.domain not in now.bundles:
         raise StrangerError("a certificate that names nobody of this deployment")
     revoked = now.revoked.get(principal.domain, frozenset())
-    if revoked and not revoked.isdisjoint({_numbered(found), *_numbers(chain)}):
+    if revoked and not revoked.isdisjoint({number_of(found), *_numbers(chain)}):
         raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
     if found.not_valid_after_utc < datetime.now(UTC):
         raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
@@ -497,10 +498,6 @@ def _parsed(certificate: bytes) -> x509.Certificate:
         raise StrangerError("no certificate") from None
 
 
-def _numbered(certificate: x509.Certificate) -> tuple[bytes, int]:
-    return certificate.issuer.public_bytes(), certificate.serial_number
-
-
 @lru_cache(maxsize=4_096)
 def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
     """Of certificates that a handshake has shown, by which lists of what was revoked name them.
@@ -509,7 +506,7 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
         StrangerError: one cannot be read.
     """
     try:
-        return frozenset(map(_numbered, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
+        return frozenset(map(number_of, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
     except ValueError:
         raise StrangerError("a chain of certificates that cannot be read") from None
 
