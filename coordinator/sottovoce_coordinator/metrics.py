@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sottovoce_coordinator.courses import Course, PastRun
+from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Members
 from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.store import KeptRun
 from sottovoce_rpc.metrics import Catalogue, Reading
 
 CATALOGUE = Catalogue("sottovoce_coordinator")
@@ -45,7 +46,7 @@ _REFUSED = _metric(
 _EPOCHS = _metric("epochs_total", "Topology epochs that were told to learners.")
 
 
-def readings(runs: Iterable[Course | PastRun], members: Members, refused: Mapping[str, int]) -> Iterator[Reading]:
+def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mapping[str, int]) -> Iterator[Reading]:
     """Of a coordinator.
 
     Args:
@@ -67,7 +68,7 @@ def readings(runs: Iterable[Course | PastRun], members: Members, refused: Mappin
         yield _REFUSED.of(count, kind)
 
 
-def _states(runs: Sequence[Course | PastRun]) -> Iterator[Reading]:
+def _states(runs: Sequence[Course | KeptRun]) -> Iterator[Reading]:
     outcomes = [run.outcome for run in runs]
     for state in RunState:
         own = [ended for found, ended in outcomes if found is state]
@@ -76,7 +77,7 @@ def _states(runs: Sequence[Course | PastRun]) -> Iterator[Reading]:
             yield _ENDED.of(max(times), state.value)
 
 
-def _failed(runs: Iterable[Course | PastRun]) -> Iterator[Reading]:
+def _failed(runs: Iterable[Course | KeptRun]) -> Iterator[Reading]:
     """Failed runs that can still be taken up: a learner keeps the log of its last run alone."""
     later = set[str]()
     for run in runs:

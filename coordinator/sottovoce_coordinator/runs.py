@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
@@ -14,6 +14,7 @@ from sottovoce_core.running.run import Run
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Misconduct, Waiting
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, Stop, TopologyEpoch
 from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
@@ -26,6 +27,11 @@ class RunState(Enum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+
+    @classmethod
+    def of(cls, run: coordinator_pb2.Run) -> RunState:
+        """That of a message."""
+        return cls(coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
@@ -448,8 +454,3 @@ class RunBook:
     def ended(self) -> bool:
         """True when the state is final."""
         return self.state in _FINAL
-
-
-def missing(names: Sequence[str], joined: Container[str]) -> list[str]:
-    """Learners of a run that have not joined."""
-    return [name for name in names if name not in joined]

@@ -14,7 +14,7 @@ import structlog
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses
-from sottovoce_coordinator.joining import Context, Member, Members, displacement, introduced, told
+from sottovoce_coordinator.joining import Context, Member, Members, introduced
 from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
@@ -138,7 +138,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             give_turn_back()
             try:
                 await self._welcome(member)
-                async with beside(told(member, context), displacement(member)):
+                async with beside(member.send_directives(context), member.until_displaced()):
                     async for event in events:
                         self._hear(member, event)
             finally:
@@ -164,7 +164,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _journaled(self, member: Member) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
-        known, under_way = self._courses.with_learner(member.run_id, member.name), self._courses.of(member.name)
+        known, under_way = self._courses.with_learner(member.said.run_id, member.name), self._courses.of(member.name)
         course = known if under_way is None else under_way
         if course is not known:  # it says nothing of this run, and of another one it may have any log
             member.claim = replace(member.claim, journaled=None)
@@ -180,18 +180,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             if (course := self._courses.of(member.name)) is not None:  # it was away
                 self._conductor.take_back(course, member)
-            elif member.run_id:
-                member.tell(member.run_id, self._farewell(member))
-            log.info("joined", learner=member.name, address=member.address)
+            elif member.said.run_id:
+                member.tell(member.said.run_id, self._farewell(member))
+            log.info("joined", learner=member.name, address=member.said.address)
         finally:  # what it told counts for who takes up its run, whether it stays or not
             await self._members.announce()
 
     def _farewell(self, member: Member) -> coordinator_pb2.Stop:
         """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
-        run_id = member.run_id
+        run_id = member.said.run_id
         if (known := self._courses.get(run_id)) is not None:
             return known.farewell()
-        if member.term:  # it waits for who keeps the run, and forgets nothing meanwhile
+        if member.said.term:  # it waits for who keeps the run, and forgets nothing meanwhile
             raise Unavailable(
                 f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
                 f"empty one, and let it take the run up: `sottovoce run SPEC --recover {run_id}`"
@@ -253,7 +253,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
                 course = self._courses.running(request.run_id)
                 call["run_id"] = course.book.run_id
-                await self._conductor.operated(course, self._conductor.amender.leave(course, request.learner))
+                await self._conductor.operated(course, self._conductor.leave(course, request.learner))
             return course.view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
@@ -262,7 +262,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
                 course = self._courses.running(request.run_id)
                 call["run_id"] = course.book.run_id
-                await self._conductor.operated(course, self._conductor.amender.join(course, request.learner))
+                await self._conductor.operated(course, self._conductor.join(course, request.learner))
             return course.view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:

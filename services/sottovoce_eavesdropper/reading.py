@@ -261,22 +261,14 @@ class Capture:
             except CaptureError as error:
                 raise CaptureError(f"{self.name}: {error}; {_CHANGED}") from None
 
-    def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The records in the parts after this one (0: in all), each batch with the number of its part.
-
-        Columns: `sender, kind, method, payload`.
-
-        Raises:
-            CaptureError: a part cannot be read or is missing.
-        """
-        return self.by_part(("sender", "kind", "method", "payload"), lambda number: number > part)
-
-    def by_part(self, columns: Sequence[str], wanted: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def by_part(
+        self, columns: Sequence[str], wanted: Callable[[int], bool] = lambda _: True
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records of some parts, each batch with the number of its part.
 
         Args:
             columns: which ones, of `records.schema()`.
-            wanted: the number of a part (they count from 1) to whether it is read.
+            wanted: the number of a part (they count from 1) to whether it is read (default: all).
 
         Raises:
             CaptureError: a part cannot be read or is missing.

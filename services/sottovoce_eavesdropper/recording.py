@@ -28,7 +28,7 @@ from sottovoce_core.spec import MOST_LEARNERS
 from sottovoce_core.text import called
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, Ciphertext, part_number
+from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
@@ -216,38 +216,15 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
     for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
-    before = _take_up(file, capture) if file.ciphertext is None else _count_on(file, file.ciphertext, capture)
-    return file, before
-
-
-def _count_on(file: CaptureFile, counts: Ciphertext, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what a wiretap noted."""
-    import pyarrow.compute as pc
-
-    file.interrupted = True
-    connections = dict[tuple[int, int], int]()
-    for _, batch in capture.by_part(("caller", "callee", "sender", "kind", "connection", "size"), lambda _: True):
-        for each in _groups(batch, ("caller", "callee"), [("connection", "max")]):
-            way = each["caller"], each["callee"]
-            connections[way] = max(connections.get(way, 0), each["connection_max"])
-        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
-            counts.count(each["kind"], each["size_sum"], each["size_count"])
-        tapped = batch.filter(pc.equal(batch.column("kind"), "ciphertext"))
-        for each in _groups(tapped, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
-            file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
-    return connections
-
-
-def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what was recorded, note up to which round, and recall what was said last: it may be said again.
-
-    Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
-    """
     seen = _count(file, capture)
+    if file.ciphertext is not None:
+        file.interrupted = True
+        return file, seen.streams
+    # Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
     latest = _latest(seen.rows)
     needed = latest | set(seen.last.values()) if file.routes else set(seen.rows)  # copies: each round that is missing
     _note_rounds(file, capture, needed, latest)
-    return seen.streams
+    return file, seen.streams
 
 
 @dataclass(slots=True)
@@ -260,18 +237,24 @@ class _Seen:
 
 
 def _count(file: CaptureFile, capture: Capture) -> _Seen:
+    """Count what was recorded: messages and streams; of a wiretap ciphertext and connections."""
     import pyarrow.compute as pc
 
-    seen = _Seen()
-    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "stream", "size"), lambda _: True):
+    seen, counts = _Seen(), file.ciphertext
+    kind, number = ("message", "stream") if counts is None else ("ciphertext", "connection")
+    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", number, "size")):
         seen.rows[part] = seen.rows.get(part, 0) + len(batch)
-        for each in _groups(batch, ("caller", "callee"), [("stream", "max")]):
+        for each in _groups(batch, ("caller", "callee"), [(number, "max")]):
             way = each["caller"], each["callee"]
-            seen.streams[way] = max(seen.streams.get(way, 0), each["stream_max"])
-        said = batch.filter(pc.equal(batch.column("kind"), "message"))
+            seen.streams[way] = max(seen.streams.get(way, 0), each[f"{number}_max"])
+        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
+            if counts is not None:
+                counts.count(each["kind"], each["size_sum"], each["size_count"])
+            elif each["kind"] == kind:
+                file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
+        said = batch.filter(pc.equal(batch.column("kind"), kind))
         for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
             seen.last[each["caller"], each["callee"], each["sender"]] = part
-            file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
             file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
     return seen
 

@@ -4,7 +4,7 @@ A part is there whole or not at all (`storage`), so that whatever stands there c
 most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_S` seconds and the time
 that one part takes to be written, or fewer where `PART_ROWS` messages fill a part.
 
-Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture. Captures of before lack `again`.
+Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
 """
 
 from __future__ import annotations

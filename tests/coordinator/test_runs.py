@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_core.errors import Rule
 from sottovoce_core.network.graphs import Edges
 from sottovoce_core.network.weights import digest_of
@@ -212,10 +212,6 @@ def test_an_ended_run_grants_nothing_more() -> None:
     held.end(RunState.STOPPED, "")
     assert [held.report(status(name, RUNNING, 4)) for name in "abc"] == [False] * 3
     assert held.clock.granted == 4
-
-
-def test_who_is_missing_is_named_in_order() -> None:
-    assert missing(["a", "b", "c"], {"b": 1, "x": 2}) == ["a", "c"]
 
 
 # ---- who is gone -----------------------------------------------------------------------------------------------------

@@ -73,16 +73,6 @@ async def test_what_is_written_is_read_anywhere(tmp_path: Path, remote: bool) ->
     np.testing.assert_array_equal(said[:, :, 0, 0], np.arange(5.0)[:, None] * [1, 1])
 
 
-async def test_an_older_capture_marks_nothing(tmp_path: Path) -> None:
-    await captured(tmp_path, conversation(5))
-    rewritten(tmp_path, lambda table: table.drop_columns(["again"]))
-    capture = open_capture(tmp_path)
-    table = capture.messages()
-    assert table.column_names == schema().names and table.schema.field("again").type == pa.bool_()
-    assert table["again"].to_pylist() == [False] * 10
-    assert [set(batch.schema.names) for batch in capture.batches(("size",))] == [{"size"}]
-
-
 async def test_a_run_without_labels_says_so(tmp_path: Path) -> None:
     await captured(tmp_path, conversation(1))
     assert set(open_capture(tmp_path).messages()["world"].to_pylist()) == {-1}
