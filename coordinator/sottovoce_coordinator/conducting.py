@@ -27,10 +27,10 @@ from sottovoce_core.running.run import Run, build_run, require_noise
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import in_short
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.learner_status import LearnerStatus, Waiting, misconduct_in_words
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
-from sottovoce_wire.v1.coordinator_pb2 import Stop
+from sottovoce_wire.v1.coordinator_pb2 import Misconduct, Stop
 
 log = structlog.get_logger()
 
@@ -156,8 +156,8 @@ class Conductor:
         book = course.book
         known = len(book.misconduct)
         book.report(status, waiting, noticed)
-        for (_, whom), each in list(book.misconduct.items())[known:]:
-            text = each.in_words(book.run.spec.names[whom], status.learner)
+        for each in list(book.misconduct.values())[known:]:
+            text = misconduct_in_words(each, book.run.spec.names)
             log.warning("misconduct", run_id=book.run_id, detail=text)
         course.heard.set()
         course.look()

@@ -15,7 +15,7 @@ from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_core.errors import NotFound, NotReady, SpecError
 from sottovoce_core.running.run import Run
 from sottovoce_core.text import in_short
-from sottovoce_rpc.learner_status import LearnerStatus, noticed_of
+from sottovoce_rpc.learner_status import RULES, LearnerStatus
 from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Stop
@@ -111,7 +111,7 @@ class Course:
             durable=self.durable,
             capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
-            misconduct=[each.to_wire(by) for (by, _), each in book.misconduct.items()],
+            misconduct=book.misconduct.values(),
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -151,7 +151,7 @@ class Course:
             book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
         book.restore(RunState.of(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
-        book.misconduct = noticed_of(view)
+        book.misconduct = {(each.noticed_by, each.learner): each for each in view.misconduct if each.rule in RULES}
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 

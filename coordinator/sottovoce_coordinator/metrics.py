@@ -9,6 +9,7 @@ from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Members
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.store import KeptRun
+from sottovoce_rpc.learner_status import RULES
 from sottovoce_rpc.metrics import Catalogue, Reading
 
 CATALOGUE = Catalogue("sottovoce_coordinator")
@@ -59,7 +60,7 @@ def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mappin
     yield from _states(runs)
     yield from _failed(runs)
     yield from _under_way([course for course in courses if not course.book.ended])
-    rules = Counter(each.rule.name.lower() for course in courses for each in course.book.misconduct.values())
+    rules = Counter(RULES[each.rule].name.lower() for course in courses for each in course.book.misconduct.values())
     for rule, count in rules.items():
         yield _MISCONDUCT.of(count, rule)
     yield _JOINED.of(len(members))

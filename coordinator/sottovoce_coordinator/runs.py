@@ -12,10 +12,19 @@ from sottovoce_core.network.network import Digests
 from sottovoce_core.network.roster import Attendance
 from sottovoce_core.running.run import Run
 from sottovoce_rpc.directives import Directive
-from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.learner_status import (
+    RULES,
+    Cause,
+    KnownBy,
+    LearnerState,
+    LearnerStatus,
+    Waiting,
+    known_by,
+    misconduct_in_words,
+)
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, Stop, TopologyEpoch
 from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 
@@ -288,32 +297,37 @@ class RunBook:
         return self.clock.granted > before
 
     def _note(self, by: int, noticed: Sequence[Misconduct]) -> None:
-        """What a learner has noticed of its neighbours; what it says of others is passed over."""
+        """What a learner has noticed of its neighbours; what it says of others, or of unknown rules, is passed over."""
         for each in noticed:
-            if each.learner in self._ever[by]:
-                known = replace(each, round=min(each.round, self.run.spec.rounds))
-                self.misconduct.setdefault((by, each.learner), known)
+            if each.learner in self._ever[by] and each.rule in RULES:
+                t, known = min(each.round, self.run.spec.rounds), known_by(each).value
+                found = Misconduct(learner=each.learner, round=t, rule=each.rule, known_by=known, noticed_by=by)
+                self.misconduct.setdefault((by, each.learner), found)
         if self.misconduct:
             self._enforce()
 
     def _enforce(self) -> None:
         """The run's policy, where it is known who broke a rule."""
-        found = [pair for pair, each in self.misconduct.items() if each.attributed and not self.lost & set(pair)]
+        found = [
+            pair
+            for pair, each in self.misconduct.items()
+            if known_by(each) is not KnownBy.NAME and not self.lost & set(pair)  # else it may have been a stranger
+        ]
         if self.run.spec.misconduct != "drop":
             for by, whom in found[:1]:
-                self.end(RunState.FAILED, self._said_of(by, whom))
+                self.end(RunState.FAILED, misconduct_in_words(self.misconduct[by, whom], self.run.spec.names))
         elif self.state is RunState.RUNNING:
             there = [{j for j in ever if not self._through(j)} for ever in self._ever]
             self.losing |= convicted(found, there)
 
-    def _said_of(self, by: int, whom: int) -> str:
-        names = self.run.spec.names
-        return self.misconduct[by, whom].in_words(names[whom], names[by])
-
     def with_misconduct(self, text: str, of: int | None = None) -> str:
         """A text, and what was noticed of a learner; None: of all who are still in the run."""
-        found = [(by, whom) for by, whom in self.misconduct if (whom not in self.lost if of is None else whom == of)]
-        return "; ".join([text, *(self._said_of(*pair) for pair in found[:_NOTICED])])
+        found = [
+            misconduct_in_words(each, self.run.spec.names)
+            for each in self.misconduct.values()
+            if (each.learner not in self.lost if of is None else each.learner == of)
+        ]
+        return "; ".join([text, *found[:_NOTICED]])
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
         """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""

@@ -20,7 +20,7 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.codec import RoundCodec, from_fields
+from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -198,7 +198,7 @@ class Captures:
 
     def _recording(self, file: CaptureFile, relays: list[Relay | Wiretap]) -> Recording:
         who = Participants.of(file.spec)
-        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
+        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who)
         recording.writing.start(file.write_parts(), "a capture is no longer written")
         log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
         return recording

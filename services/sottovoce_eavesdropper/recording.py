@@ -53,7 +53,6 @@ class Recording:
     relays: list[Relay | Wiretap]
     writing: Tasks
     who: Participants
-    codec: RoundCodec
     mirrored: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
@@ -113,7 +112,7 @@ class Recording:
             self.file.add(row)
         for message in request.messages:
             with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
-                self.file.gaps.came(request.sender, t=self.codec.decode(message.payload)[0])
+                self.file.gaps.came(request.sender, t=self.file.codec.decode(message.payload)[0])
 
     async def close(self, drain_s: float, *, over: bool = True) -> None:
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
@@ -280,14 +279,13 @@ def _latest(rows: Mapping[int, int]) -> set[int]:
 def _note_rounds(file: CaptureFile, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
     import pyarrow.compute as pc
 
-    codec = RoundCodec(file.fields)
     for route in file.routes:
         way = route["caller"], route["callee"]
         file.awaited |= {way: 0, way[::-1]: 0}
     for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
         said = batch.filter(pc.equal(batch.column("kind"), "message"))
         payloads = said.column("payload").to_pylist()
-        rows, rounds, _, _ = codec.decode_many(payloads)
+        rows, rounds, _, _ = file.codec.decode_many(payloads)
         caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
         ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
         for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):

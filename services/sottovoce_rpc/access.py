@@ -54,7 +54,7 @@ _WITH_RECORDS = frozenset({f"{_LEARNER}/Predict"})
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class _Rule:
     """Who may call a method.
 
     Attributes:
@@ -68,15 +68,15 @@ class Rule:
     foreign: str = ""
 
 
-def _rule(*roles: Role, condition: str = "", foreign: str = "") -> Rule:
-    return Rule(frozenset(roles), condition, foreign)
+def _rule(*roles: Role, condition: str = "", foreign: str = "") -> _Rule:
+    return _Rule(frozenset(roles), condition, foreign)
 
 
 _ANY = tuple(role for role in Role if role is not Role.MONITOR)
 _RUNS = _rule(Role.OPERATOR)
 _NAMED = "who is named with its domain"
 _OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)", foreign=_NAMED)
-ACCESS: Mapping[str, Rule] = {
+ACCESS: Mapping[str, _Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
         Role.EAVESDROPPER,
@@ -229,6 +229,10 @@ class StreamLimit:
                 del self._open[whom]
 
 
+class _Counted(StrangerError):
+    """A refusal that the table has made, and counted."""
+
+
 class Access(grpc.aio.ServerInterceptor):
     """Holds a server to the table. What is not in it, nobody may call.
 
@@ -265,15 +269,15 @@ class Access(grpc.aio.ServerInterceptor):
             caller = self._credentials.caller(context)
         except StrangerError as error:
             self.refused.note(STRANGER, method=method, caller=str(error), peer=context.peer())
-            raise StrangerError(NOT_BELIEVED) from None
+            raise _Counted(NOT_BELIEVED) from None
         if caller is not None:
             rule = ACCESS.get(method)
             if rule is None or caller.role not in rule.roles:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
-                raise StrangerError(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
+                raise _Counted(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
             if caller.is_foreign and not rule.foreign:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
-                raise StrangerError(
+                raise _Counted(
                     f"{caller} may not call {method.rsplit('/', 1)[-1]}, for it is of another trust domain than this service"
                 )
         return caller
@@ -296,14 +300,11 @@ class Access(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         own = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        if inspect.isasyncgenfunction(own):
-            held: Callable[..., Any] = self._generated(method, own, decode)
-        else:
-            held = self._awaited(method, own, decode, watched=not single or handler.response_streaming)
+        held = self._held(method, own, decode, watched=not single or handler.response_streaming)
         return make(held, None if single else handler.request_deserializer, handler.response_serializer)
 
-    def _awaited(
-        self, method: str, own: Callable[..., Awaitable[Any]], decode: _Decode | None, *, watched: bool
+    def _held(
+        self, method: str, own: Callable[..., Any], decode: _Decode | None, *, watched: bool
     ) -> Callable[..., Awaitable[Any]]:
         async def answer(_: object, context: Context) -> Any:
             held: list[Any] = [_Requests(context)]
@@ -312,29 +313,19 @@ class Access(grpc.aio.ServerInterceptor):
                     caller = self.require(method, context)
                     with self._counted(method, caller, context):
                         async with self._read(method, caller, held, decode):
+                            if inspect.isasyncgenfunction(own):
+                                async with contextlib.aclosing(own(held.pop(), context)) as answers:
+                                    async for each in answers:
+                                        if caller is not None:
+                                            self.require(method, context)
+                                        await context.write(each)
+                                return None
                             if not watched or caller is None:
                                 return await own(held.pop(), context)
                             async with beside(self._still(method, context)):
                                 return await own(held.pop(), context)
 
         return answer
-
-    def _generated(
-        self, method: str, own: Callable[..., AsyncIterator[Any]], decode: _Decode | None
-    ) -> Callable[..., AsyncIterator[Any]]:
-        async def answers(_: object, context: Context) -> AsyncIterator[Any]:
-            held: list[Any] = [_Requests(context)]
-            with _forgotten():
-                async with answering(context):
-                    caller = self.require(method, context)
-                    with self._counted(method, caller, context):
-                        async with self._read(method, caller, held, decode):
-                            async for each in own(held.pop(), context):
-                                if caller is not None:
-                                    self.require(method, context)
-                                yield each
-
-        return answers
 
     @contextlib.asynccontextmanager
     async def _read(
@@ -361,8 +352,9 @@ class Access(grpc.aio.ServerInterceptor):
         """Count a call to which the service that answers it says no."""
         try:
             yield
-        except grpc.aio.AbortError:
-            if context.code() in _DENIED:
+        except (grpc.aio.AbortError, StrangerError) as error:
+            denied = context.code() in _DENIED if isinstance(error, grpc.aio.AbortError) else True
+            if denied and not isinstance(error, _Counted):
                 self.refused.note(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
             raise
 

@@ -13,9 +13,9 @@ from sottovoce_core.errors import Rule
 from sottovoce_core.network.graphs import Edges
 from sottovoce_core.network.weights import digest_of
 from sottovoce_core.running.run import build_run
-from sottovoce_rpc.learner_status import Cause, KnownBy, LearnerState, LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.learner_status import RULES, Cause, KnownBy, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, TopologyEpoch
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -277,8 +277,9 @@ def triangle(policy: str) -> RunBook:
     return book(misconduct=policy, topology={"graph": "complete"})
 
 
-def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3) -> Misconduct:
-    return Misconduct(learner, t, Rule.TURN, known_by)
+def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3, by: int | None = None) -> Misconduct:
+    (rule,) = (number for number, rule in RULES.items() if rule is Rule.TURN)
+    return Misconduct(learner=learner, round=t, rule=rule, known_by=known_by.value, noticed_by=by)
 
 
 def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not() -> None:
@@ -317,7 +318,7 @@ def test_the_first_word_on_a_neighbour_stands_and_none_is_on_oneself() -> None:
     running(held)
     for t in (3, 4, 10**12):
         held.report(status("a", RUNNING), None, [of(1, t=t), of(0), of(7)])
-    assert held.misconduct == {(0, 1): of(1)}
+    assert held.misconduct == {(0, 1): of(1, by=0)}
 
 
 def test_a_text_tells_the_first_of_many() -> None:

@@ -27,7 +27,6 @@ from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, sent_in
 from sottovoce_eavesdropper.records import schema
-from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -507,8 +506,7 @@ async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
         routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], describe=written.wait
     )
     relay: Any = SimpleNamespace(lead=lead)
-    codec, who = RoundCodec({"y": (2,)}), Participants.of("{}")
-    recording = Recording(file, [relay], Tasks(), who, codec)
+    recording = Recording(file, [relay], Tasks(), Participants.of("{}"))
     routes = [eavesdropper_pb2.Route(caller=0, callee=1, target="b:2")]
     asked = asyncio.ensure_future(recording.lead(routes))
     await asyncio.sleep(0)

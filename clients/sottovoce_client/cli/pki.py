@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ AuthorityFolder = Annotated[
 ]
 Days = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
 HERE = Path("sottovoce-authority")
-Item = TypeVar("Item")
 
 
 @pki_app.command("init")
@@ -132,7 +131,17 @@ def issue(
             console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
         return facts
 
-    _do_each(whom, issue_one)
+    done, failed = list[dict[str, object]](), list[tuple[str, SottovoceError | OSError]]()
+    for each in whom:  # all that can be done, then what could not be
+        try:
+            done.append(issue_one(each))
+        except (SottovoceError, OSError) as error:
+            failed.append((each, error))
+    terminal.tell(lambda: done)
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))
 
 
 @pki_app.command("request")
@@ -230,24 +239,3 @@ def _name_skipped(skipped: Mapping[Path, str]) -> None:
 
 def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
     return [{"folder": folder, "reason": why} for folder, why in skipped.items()]
-
-
-def _do_each(items: Sequence[Item], act: Callable[[Item], dict[str, object]]) -> None:
-    """Do all that can be done, then name what could not be.
-
-    Raises:
-        SottovoceError: something could not be done.
-    """
-    from sottovoce_client import terminal
-
-    done, failed = list[dict[str, object]](), list[tuple[Item, SottovoceError | OSError]]()
-    for each in items:
-        try:
-            done.append(act(each))
-        except (SottovoceError, OSError) as error:
-            failed.append((each, error))
-    terminal.tell(lambda: done)
-    if len(failed) == 1:
-        raise failed[0][1]
-    if failed:
-        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))
