@@ -127,7 +127,7 @@ class Captures:
             capture = open_capture(folder.below(name))
         except CaptureError:
             return "", []
-        known = str(capture.facts.get("opener", "")), _sent_of(capture)
+        known = capture.facts["opener"], _sent_of(capture)
         if capture.complete:  # it never changes
             self._known[name] = known
         return known

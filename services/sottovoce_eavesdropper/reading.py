@@ -47,9 +47,14 @@ _FACTS = {
     "bytes": int,
     "spec": dict,
     "fields": dict,
+    "noticed": list,
+    "noticed_count": int,
+    "gaps": list,
+    "routes": list,
+    "opener": str,
+    "n_features": int,
 }
 """What `capture.json` must say."""
-_OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list, "opener": str}
 _COUNTED = ("connections", "records", "bytes")
 """What `ciphertext` must say, where it is there."""
 
@@ -371,7 +376,6 @@ def open_capture(place: str | Path | Folder) -> Capture:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CaptureError(f"{folder.name} is not a capture of a known format ({FORMAT})")
     wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
-    wrong += [name for name, kind in _OFFERED.items() if name in facts and type(facts[name]) is not kind]
     wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
     wrong += [] if _are_counts(facts.get("ciphertext")) else ["ciphertext"]
     wrong += [name for name in ("world", "replica") if type(facts.get(name, None)) not in (int, type(None))]

@@ -144,7 +144,7 @@ def left_open(place: str | Path, run_id: str) -> Capture | None:
             capture = open_capture(folder.below(name))
         except CaptureError:
             continue
-        if capture.facts["run_id"] == run_id and not capture.complete and isinstance(capture.facts.get("routes"), list):
+        if capture.facts["run_id"] == run_id and not capture.complete:
             return capture
     return None
 
@@ -200,7 +200,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         facts["capture_id"],
         facts["run_id"],
         json.dumps(facts["spec"]),
-        facts.get("n_features", 0),
+        facts["n_features"],
         facts["world"],
         facts["replica"],
         allow_imports,
@@ -208,11 +208,11 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         facts["routes"],
         parts=max(map(part_number, capture.place.names()), default=0),
     )
-    file.opener = facts.get("opener", "")
-    file.lookout.count = facts.get("noticed_count", 0)
-    file.lookout.first = [Notice(**finding) for finding in facts.get("noticed", ())]
+    file.opener = facts["opener"]
+    file.lookout.count = facts["noticed_count"]
+    file.lookout.first = [Notice(**finding) for finding in facts["noticed"]]
     file.lookout.contradiction = next((each.text for each in file.lookout.first if each.contradicts), "")
-    for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came
+    for gap in facts["gaps"]:  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
     seen = _count(file, capture)
