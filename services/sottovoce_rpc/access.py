@@ -135,7 +135,7 @@ class Refusals:
             log.warning("call refused", **facts, refused=refused)
 
 
-class Turns:
+class _Turns:
     """Limits the memory of messages that a server has not read yet.
 
     Once a call has asked for a message, gRPC holds the whole of it before it hands it over. So a call asks only in its turn, and
@@ -256,7 +256,7 @@ class Access(grpc.aio.ServerInterceptor):
         max_request: int = MAX_UNREAD_BYTES,
     ) -> None:
         self.refused, self._credentials = refused or Refusals(), credentials
-        self._turns = None if max_message is None else Turns(max_message)
+        self._turns = None if max_message is None else _Turns(max_message)
         self._max_request = max_request
 
     def require(self, method: str, context: Context) -> Principal | None:
