@@ -145,23 +145,24 @@ def _there(module: str) -> bool:
 def _identity(credentials: Credentials) -> Iterator[Finding]:
     folder = credentials.folder
     try:
-        principal, expires = credentials.principal, credentials.expires
+        own = credentials.identity()
     except SottovoceError as error:
         yield Finding("identity", "wrong", str(error))
         return
-    if folder is None or principal is None or expires is None:
+    if folder is None or own is None:
         text = "none: only services of this user on this machine can be asked, or with --insecure any in the clear"
         yield Finding("identity", "warning" if credentials.insecure else "well", text)
         return
-    if credentials.revoked:
+    principal = own.principal
+    if own.is_revoked:
         text = f"{principal} of {principal.domain} was revoked, by {REVOKED}: no service believes it; have another one issued"
         yield Finding("identity", "wrong", text)
     else:
-        yield _certificate("identity", principal, expires)
-    if not credentials.rooted:
+        yield _certificate("identity", principal, own.expires)
+    if not own.is_rooted:
         text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
-    yield from _authorities(credentials.domains)
+    yield from _authorities({domain: pem.count(b"BEGIN") for domain, pem in own.bundles.items()})
     if not (folder / REVOKED).exists():
         yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
 

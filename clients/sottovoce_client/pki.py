@@ -7,8 +7,7 @@ Keys are of P-256, which every TLS library has.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,6 +34,7 @@ from sottovoce_rpc.certificates import (
     leads_to,
     lists_in,
     named,
+    number_of,
     require_kind,
 )
 from sottovoce_rpc.credentials import SOON
@@ -50,24 +50,6 @@ _LIST_DAYS = 30
 """Until when a list of what was revoked says of itself that it is current; it is honoured ever after."""
 
 
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """A certificate.
-
-    Attributes:
-        principal: whom it names; None: nobody of a deployment.
-        serial: its number.
-        begins, ends: between which it is valid.
-        revoked: whether its authority has taken it back.
-    """
-
-    principal: Principal | None
-    serial: int
-    begins: datetime
-    ends: datetime
-    revoked: bool = False
-
-
 class Authority:
     """A certificate authority in a folder.
 
@@ -81,14 +63,12 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            believed = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
-            key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
+            raw, raw_key = (folder / AUTHORITIES).read_bytes(), (folder / AUTHORITY_KEY).read_bytes()
         except OSError as error:
             raise NotReady(
                 f"no authority in {folder}: {Path(error.filename).name}: {error.strerror}; make one with `sottovoce pki init`"
             ) from None
-        except ValueError as error:
-            raise NotReady(f"the authority in {folder} cannot be used: {' '.join(str(error).split())[:200]}") from None
+        believed, key = certificates_in(raw, str(folder / AUTHORITIES)), key_in(raw_key, str(folder / AUTHORITY_KEY))
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise NotReady(f"the authority in {folder} must have a key of an elliptic curve")
         own = [each for each in believed if each.public_key() == key.public_key()]
@@ -120,26 +100,13 @@ class Authority:
             raise NotReady(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Sottovoce authority of {domain}")])
-        now = datetime.now(UTC)
-        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _EARLY)
-            .not_valid_after(now + timedelta(days=days))
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .add_extension(own, critical=False)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{domain}")]), critical=False
-            )
-            .sign(key, hashes.SHA256())
-        )
+        uri = x509.UniformResourceIdentifier(f"spiffe://{domain}")
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        extensions = (identifier, x509.SubjectAlternativeName([uri]))
+        ends = datetime.now(UTC) + timedelta(days=days)
+        certificate = _certificate(name, key.public_key(), ends, name, key, extensions, is_authority=True)
         _make(folder)
-        write_private(folder / AUTHORITY_KEY, _pem(key))
+        _write(folder / AUTHORITY_KEY, _pem(key), 0o600)
         listed, believed = _list_of((), name, key), [certificate]
         if replaces is not None:
             believed += replaces._believed()
@@ -168,7 +135,7 @@ class Authority:
 
     def issue(
         self, whom: str, folder: Path, *, days: int = USUAL_DAYS, hosts: Sequence[str] = (), request: Path | None = None
-    ) -> Issued:
+    ) -> x509.Certificate:
         """Issue a certificate to a principal, in a folder of its own, with a new key unless a request names one.
 
         Authorities and revocation lists that stand in the folder stay there. An identity of this principal that was revoked is
@@ -211,7 +178,7 @@ class Authority:
             )
         return self._issue(principal, folder, days, hosts, public)
 
-    def renew(self, folder: Path, *, days: int = USUAL_DAYS) -> Issued:
+    def renew(self, folder: Path, *, days: int = USUAL_DAYS) -> x509.Certificate:
         """Give an identity another key and certificate, for the same principal and hosts. Services take it up as they run.
 
         Other authorities in its `ca.crt`, and their lists in its `crl.pem`, stay.
@@ -243,7 +210,7 @@ class Authority:
         hosts_kept = [*more, *map(str, hosts.get_values_for_type(x509.IPAddress))]
         return self._issue(principal, folder, days, hosts_kept, None)
 
-    def revoke(self, whom: str) -> list[Issued]:
+    def revoke(self, whom: str) -> list[x509.Certificate]:
         """Take back all certificates of a principal that are still valid; what is not listed yet is listed now.
 
         An authority that has taken the place of another one takes back those of that one, too: both have one name, and lists
@@ -253,13 +220,15 @@ class Authority:
             SpecError: it is no principal, or has no certificate that is still valid.
         """
         principal, now = Principal.of(self.domain, whom), datetime.now(UTC)
-        own = [each for each in self.issued() if each.principal == principal and each.ends > now and not each.revoked]
+        revoked = self.revoked
+        valid = [each for each in self.issued() if each.not_valid_after_utc > now and number_of(each) not in revoked]
+        own = [each for each in valid if named(each) == principal]
         if not own:
-            known = sorted({str(each.principal) for each in self.issued() if each.ends > now and not each.revoked})
+            known = sorted({str(named(each)) for each in valid})
             raise SpecError(
                 f"{whom} has no certificate that is valid; there are those of {', '.join(known) or 'nobody'}"
             )
-        serials = [*self._revoked(), *(each.serial for each in own)]
+        serials = [*(serial for _, serial in revoked), *(each.serial_number for each in own)]
         listed = x509.load_pem_x509_crl(_list_of(serials, self._certificate.subject, self._key))
         foreign = [each for each in _lists(self.folder / REVOKED) if not self._has_signed(each)]
         _write(self.folder / REVOKED, _as_file([listed, *foreign]))
@@ -268,7 +237,7 @@ class Authority:
     @property
     def others(self) -> list[x509.Certificate]:
         """Authorities of its domain that its `ca.crt` holds besides, and of which it has no record of what they issued."""
-        issued = [x509.load_pem_x509_certificate(path.read_bytes()) for path in (self.folder / _ISSUED).glob("*.crt")]
+        issued = self.issued()
         own = [each for each in self._believed() if domain_of(each) == self.domain and not self._is_own(each)]
         return [each for each in own if not any(leads_to(one, (), [each]) for one in issued)]
 
@@ -302,39 +271,33 @@ class Authority:
                 )
         return given, skipped
 
-    def issued(self) -> list[Issued]:
+    def issued(self) -> list[x509.Certificate]:
         """All that were issued, the oldest first."""
-        revoked = {(self._certificate.subject.public_bytes(), serial) for serial in self._revoked()}
-        found = [_issued(path, revoked) for path in (self.folder / _ISSUED).glob("*.crt")]
-        return sorted(found, key=lambda each: (each.begins, each.ends, str(each.principal)))
+        found = [x509.load_pem_x509_certificate(path.read_bytes()) for path in (self.folder / _ISSUED).glob("*.crt")]
+        return sorted(found, key=lambda each: (_begins(each), each.not_valid_after_utc, str(named(each))))
+
+    @property
+    def revoked(self) -> set[tuple[bytes, int]]:
+        """Issuers and serial numbers of what it has taken back."""
+        return _revoked_by(each for each in _lists(self.folder / REVOKED) if self._has_signed(each))
 
     # ---- inside -------------------------------------------------------------------------------------------
 
     def _issue(
         self, principal: Principal, folder: Path, days: int, hosts: Iterable[str], public: PublicKeyTypes | None
-    ) -> Issued:
+    ) -> x509.Certificate:
         """Raises `NotReady` before anything is written where the files in the folder cannot be kept."""
-        now, key = datetime.now(UTC), None if public is not None else ec.generate_private_key(ec.SECP256R1())
-        ends = min(now + timedelta(days=days), self._certificate.not_valid_after_utc)
+        key = None if public is not None else ec.generate_private_key(ec.SECP256R1())
+        ends = min(datetime.now(UTC) + timedelta(days=days), self._certificate.not_valid_after_utc)
         own = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(principal)[:64])]))
-            .issuer_name(self._certificate.subject)
-            .public_key(key.public_key() if key is not None else public)  # type: ignore[arg-type] # as `read_request` has it
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _EARLY)
-            .not_valid_after(ends)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
-                critical=False,
-            )
-            .add_extension(_names(principal, hosts), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own), critical=False)
-            .sign(self._key, hashes.SHA256())
+        extensions = (
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+            _names(principal, hosts),
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own),
         )
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(principal)[:64])])
+        certified = key.public_key() if key is not None else public
+        certificate = _certificate(subject, certified, ends, self._certificate.subject, self._key, extensions)
         content = certificate.public_bytes(serialization.Encoding.PEM)
         believed = _merged([*_certificates(folder / AUTHORITIES), *self._believed()])
         lists = self._lists_for(folder, believed)
@@ -342,15 +305,15 @@ class Authority:
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
         _make(folder)
         if key is not None:
-            write_private(folder / KEY, _pem(key))
+            _write(folder / KEY, _pem(key), 0o600)
         _write(folder / AUTHORITIES, _as_file(believed))
         _write(folder / REVOKED, lists)
         _write(folder / CERTIFICATE, content)
-        return Issued(principal, certificate.serial_number, certificate.not_valid_before_utc, ends)
+        return certificate
 
     def _is_revoked(self, certificate: x509.Certificate, folder: Path) -> bool:
         listed = _revoked_by([*_lists(self.folder / REVOKED), *_lists(folder / REVOKED)])
-        return (certificate.issuer.public_bytes(), certificate.serial_number) in listed
+        return number_of(certificate) in listed
 
     def _signed(self, certificate: x509.Certificate) -> bool:
         return leads_to(certificate, (), [self._certificate])
@@ -364,10 +327,6 @@ class Authority:
     def _believed(self) -> list[x509.Certificate]:
         """Its own certificate, and those of others in its folder: every identity gets them."""
         return _certificates(self.folder / AUTHORITIES)
-
-    def _revoked(self) -> list[int]:
-        lists = [each for each in _lists(self.folder / REVOKED) if self._has_signed(each)]
-        return [each.serial_number for listed in lists for each in listed]
 
     def _lists_for(self, folder: Path, believed: Sequence[x509.Certificate]) -> bytes:
         """The file of revocation lists of an identity: of each authority the newest, its own as it stands here.
@@ -511,7 +470,7 @@ def request(whom: str, folder: Path) -> Path:
     Principal.of("any", whom)
     _make(folder)
     if not (folder / KEY).exists():
-        write_private(folder / KEY, _pem(ec.generate_private_key(ec.SECP256R1())))
+        _write(folder / KEY, _pem(ec.generate_private_key(ec.SECP256R1())), 0o600)
     key = key_in((folder / KEY).read_bytes())
     require_kind(key.public_key(), str(folder / KEY))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, whom[:64])])
@@ -520,19 +479,13 @@ def request(whom: str, folder: Path) -> Path:
     return folder / REQUEST
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file whole or not at all; `mode` is who may read it, less what this process's umask forbids."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
-    os.replace(partial, path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
     os.replace(partial, path)
 
 
@@ -554,18 +507,49 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
+def _certificate(
+    subject: x509.Name,
+    public: PublicKeyTypes | None,
+    ends: datetime,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    extensions: Iterable[x509.ExtensionType],
+    *,
+    is_authority: bool = False,
+) -> x509.Certificate:
+    """A certificate from now on.
+
+    Args:
+        subject, public: whose it is, and the key.
+        ends: until when.
+        issuer, key: who signs it, with which key.
+        extensions: besides its use.
+        is_authority: it signs certificates, and nothing else; else it signs, and no certificates.
+    """
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
         key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
         encipher_only=False,
         decipher_only=False,
     )
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)  # type: ignore[arg-type] # as `read_request` has it
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - _EARLY)
+        .not_valid_after(ends)
+    )
+    for extension in (constraints, usage, *extensions):
+        made = made.add_extension(extension, critical=extension in (constraints, usage))
+    return made.sign(key, hashes.SHA256())
 
 
 def _names(principal: Principal, hosts: Iterable[str]) -> x509.SubjectAlternativeName:
@@ -594,12 +578,6 @@ def _host(text: str) -> x509.GeneralName:
         raise SpecError(f"a host must be a name in plain letters or an address, got {text[:100]!r}") from None
 
 
-def _issued(path: Path, revoked: Container[tuple[bytes, int]]) -> Issued:
-    found = x509.load_pem_x509_certificate(path.read_bytes())
-    ends, begins, serial = found.not_valid_after_utc, found.not_valid_before_utc, found.serial_number
-    return Issued(named(found), serial, begins, ends, (found.issuer.public_bytes(), serial) in revoked)
-
-
 def shown(folder: Path, console: Console) -> int:
     """Print who has certificates, and until when.
 
@@ -610,28 +588,24 @@ def shown(folder: Path, console: Console) -> int:
         NotReady: there is neither an authority nor an identity.
     """
     if (folder / AUTHORITY_KEY).exists():
-        issued = Authority(folder).issued()
-        newest = {each.principal: each.serial for each in issued if not each.revoked}
+        authority = Authority(folder)
+        issued, revoked = authority.issued(), authority.revoked
     else:
-        certificate_of(folder)
-        issued = [_issued(folder / CERTIFICATE, _revoked_by(_lists(folder / REVOKED)))]
-        newest = {each.principal: each.serial for each in issued}
+        issued, revoked = [certificate_of(folder)], _revoked_by(_lists(folder / REVOKED))
+    newest = {named(each): each for each in issued if number_of(each) not in revoked}
     table, late, now = terminal.table(), 0, datetime.now(UTC)
     told = []
     for head in ("identity", "from", "until", "serial", ""):
         table.add_column(head, overflow="fold")
     for each in issued:
-        soon = each.ends - now < SOON and newest.get(each.principal) == each.serial
-        state = "revoked" if each.revoked else "ended" if each.ends < now else "ends soon" if soon else ""
-        late += soon and not each.revoked
+        principal, ends, serial = named(each), each.not_valid_after_utc, f"{each.serial_number:x}"
+        taken_back, soon = number_of(each) in revoked, ends - now < SOON and newest.get(principal) == each
+        state = "revoked" if taken_back else "ended" if ends < now else "ends soon" if soon else ""
+        late += soon and not taken_back
         style = "yellow" if soon else "dim" if state else ""
-        who = str(each.principal or "nobody of a deployment")
-        told.append(
-            {"identity": who, "from": each.begins, "until": each.ends, "serial": f"{each.serial:x}", "state": state}
-        )
-        table.add_row(
-            who, f"{each.begins:%Y-%m-%d}", f"{each.ends:%Y-%m-%d}", f"{each.serial:x}"[:12], state, style=style
-        )
+        who = str(principal or "nobody of a deployment")
+        told.append({"identity": who, "from": _begins(each), "until": ends, "serial": serial, "state": state})
+        table.add_row(who, f"{_begins(each):%Y-%m-%d}", f"{ends:%Y-%m-%d}", serial[:12], state, style=style)
     console.print(table if issued else "no certificates")
     terminal.tell(lambda: told)
     return 1 if late else 0

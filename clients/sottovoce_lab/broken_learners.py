@@ -26,11 +26,10 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
 from sottovoce_learner.servicer import Context, Face
-from sottovoce_rpc import directives
 from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks
-from sottovoce_wire.v1 import learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 _Metadata = tuple[tuple[str, str], ...]
 _NoiseOf = Callable[[str, int], Noise]
@@ -111,7 +110,7 @@ class _Leaking(Noised):
         self.broken = broken
         self.face = _LeakingFace(self)
 
-    async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
+    async def _prepare(self, run_id: str, told: coordinator_pb2.Assignment) -> None:
         await super()._prepare(run_id, told)
         assert self._session is not None  # noqa: S101 - it was made
         self.first: asyncio.Future[Known] = asyncio.get_running_loop().create_future()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook
@@ -16,7 +18,6 @@ from sottovoce_core.errors import NotReady, SottovoceError
 from sottovoce_core.running.run import Run
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.directives import Sent, read_sent
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -51,8 +52,25 @@ class Captures:
     def __init__(self, address: str | None, tasks: Tasks, credentials: Credentials = NO_IDENTITY) -> None:
         self.address, self._tasks, self._credentials = address, tasks, credentials
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        return channel(address, Role.EAVESDROPPER, credentials=self._credentials)
+    async def _ask(self, call: str, request: Message, patience_s: float) -> Any:
+        """An answer of the eavesdropper.
+
+        Args:
+            call: the method's name.
+            request: to it.
+            patience_s: for the answer.
+
+        Raises:
+            NotReady: there is no eavesdropper.
+            SottovoceError: it cannot be reached, or refuses.
+        """
+        if self.address is None:
+            raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
+        async with channel(self.address, Role.EAVESDROPPER, credentials=self._credentials) as to:
+            try:
+                return await getattr(eavesdropper_pb2_grpc.EavesdropperStub(to), call)(request, timeout=patience_s)
+            except grpc.aio.AioRpcError as error:
+                raise as_error(error, f"the eavesdropper at {self.address}") from None
 
     async def open(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
         """Have a run captured, if its spec says so.
@@ -61,10 +79,10 @@ class Captures:
             NotReady: there is no eavesdropper.
             SottovoceError: it cannot be reached, or refuses.
         """
-        capture, address = book.run.spec.capture, self.address
+        capture = book.run.spec.capture
         if capture == "none":
             return Overhearing()
-        if address is None:
+        if self.address is None:
             raise NotReady(
                 f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
@@ -78,16 +96,11 @@ class Captures:
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )
-        async with self._channel(address) as to:
-            try:
-                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=_OPEN_S)
-            except grpc.aio.AioRpcError as error:
-                raise as_error(error, f"the eavesdropper at {address}") from None
-        return _overhearing(opened, edges)
+        return _overhearing(await self._ask("OpenCapture", opening, _OPEN_S), edges)
 
     async def sent(
         self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
-    ) -> tuple[Sent, ...]:
+    ) -> Sequence[eavesdropper_pb2.Sent]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
         Args:
@@ -98,15 +111,11 @@ class Captures:
         Raises:
             SottovoceError: the eavesdropper does not answer.
         """
-        if (address := self.address) is None:
+        if self.address is None:
             return ()
         request = eavesdropper_pb2.ListSentRequest(run_id=run_id, learners=learners)
-        async with self._channel(address) as to:
-            try:
-                answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).ListSent(request, timeout=patience_s)
-            except grpc.aio.AioRpcError as error:
-                raise as_error(error, f"the eavesdropper at {address}") from None
-        return read_sent(answer.sent)
+        answer: eavesdropper_pb2.ListSentResponse = await self._ask("ListSent", request, patience_s)
+        return answer.sent
 
     async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
@@ -162,14 +171,8 @@ class Captures:
             NotReady: there is no eavesdropper.
             SottovoceError: it cannot be reached, or the capture is closed.
         """
-        if (address := self.address) is None:
-            raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
-        async with self._channel(address) as to:
-            try:
-                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=patience_s)
-            except grpc.aio.AioRpcError as error:
-                raise as_error(error, f"the eavesdropper at {address}") from None
+        opened: eavesdropper_pb2.OpenCaptureResponse = await self._ask("OpenCapture", request, patience_s)
         return opened
 
     def keep(self, course: Course, fail: Callable[[str], None]) -> None:
@@ -217,18 +220,17 @@ class Captures:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
         if not book.overhearing.capture_id or self.address is None:
             return None
-        return self._tasks.start(self._close(self.address, book), "a capture is not closed")
+        return self._tasks.start(self._close(book), "a capture is not closed")
 
-    async def _close(self, address: str, book: RunBook) -> str:
+    async def _close(self, book: RunBook) -> str:
         if book.run.spec.absences:  # learners may have left or joined while it was away
             await self.amend(book, book.run)
-        async with self._channel(address) as to:
-            try:
-                request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
-                closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
-            except grpc.aio.AioRpcError as error:
-                log.warning("capture not closed", reason=error.details())
-                return str(as_error(error, f"the eavesdropper at {address}"))
+        request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
+        try:
+            closed: eavesdropper_pb2.CloseCaptureResponse = await self._ask("CloseCapture", request, _CLOSE_S)
+        except SottovoceError as error:
+            log.warning("capture not closed", reason=str(error))
+            return str(error)
         return closed.capture.error or _whole(book, closed.capture.gaps)
 
 

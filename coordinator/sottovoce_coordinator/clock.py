@@ -15,35 +15,14 @@ tell.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from sottovoce_core.spec import ClockSpec
 from sottovoce_core.text import in_short
 from sottovoce_rpc.learner_status import Cause, Waiting
-
-
-class _Slowest:
-    """How far each learner is, and the slowest of them: known at once, however many there are."""
-
-    def __init__(self, learners: int) -> None:
-        self._at = [0] * learners
-        self._there = Counter({0: learners})
-        self.least = 0
-
-    def move(self, learner: int, to: int) -> None:
-        """A learner is so far; it does not go back."""
-        before = self._at[learner]
-        if to <= before:
-            return
-        self._at[learner] = to
-        self._there[to] += 1
-        self._there[before] -= 1
-        if not self._there[before]:
-            del self._there[before]
-            if before == self.least:
-                self.least = min(self._there)
 
 
 class RoundClock:
@@ -58,14 +37,14 @@ class RoundClock:
     def __init__(self, spec: ClockSpec, rounds: int, learners: int) -> None:
         self._mode, self._window, self._rounds = spec.mode, spec.window, rounds
         self._free = spec.mode in ("free", "async")
-        self._done, self._ready = _Slowest(learners), _Slowest(learners)
+        self._done, self._ready = np.zeros((2, learners), dtype=np.int64)  # by learner; nobody goes back
         self.granted = 0
         """Rounds below this one may be run."""
 
     @property
     def slowest(self) -> int:
         """Rounds that all learners have done."""
-        return self._done.least
+        return int(self._done.min())
 
     def start(self) -> int:
         """All learners are connected: the first grant."""
@@ -73,19 +52,19 @@ class RoundClock:
 
     def progress(self, learner: int, rounds_done: int, rounds_with_data: int) -> int:
         """A learner has told how far it is; returns what is granted now."""
-        self._done.move(learner, rounds_done)
-        self._ready.move(learner, rounds_with_data)
-        slowest = self._done.least
+        self._done[learner] = max(self._done[learner], rounds_done)
+        self._ready[learner] = max(self._ready[learner], rounds_with_data)
+        slowest = self.slowest
         # At half a window already: the next grant has to arrive before the last one is used up.
         if self._free and 2 * (self.granted - slowest) <= self._window:
             return self._grant(slowest + self._window)
         if self._mode == "data":
-            return self._grant(min(self._ready.least, slowest + self._window))
+            return self._grant(min(int(self._ready.min()), slowest + self._window))
         return self.granted
 
     def tick(self) -> int:
         """A period has passed (paced mode): one more round, unless the slowest learner is still busy with earlier ones."""
-        if self._mode == "paced" and self.granted - self._done.least < self._window:
+        if self._mode == "paced" and self.granted - self.slowest < self._window:
             return self._grant(self.granted + 1)
         return self.granted
 

@@ -26,12 +26,19 @@ from sottovoce_core.running.participation import with_learner, without
 from sottovoce_core.running.run import Run, build_run, require_noise
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Directive, Stop
-from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.directives import Directive
+from sottovoce_rpc.learner_status import LearnerStatus, Waiting, misconduct_in_words
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1.coordinator_pb2 import Misconduct, Stop
 
 log = structlog.get_logger()
+
+Change = Callable[[RunSpec], RunSpec]
+
+RESTING = Stop(reason="learners leave or join")
+_AGAIN_S = 1.0
+"""Between two tries to write that learners are lost."""
 
 
 class Conductor:
@@ -46,7 +53,6 @@ class Conductor:
 
     def __init__(self, store: Store, members: Members, captures: Captures, tasks: Tasks) -> None:
         self._store, self._members, self._captures, self._tasks = store, members, captures, tasks
-        self.amender = Amender(store, members, captures)
 
     # ---- under way ----------------------------------------------------------------------------------------
 
@@ -120,8 +126,8 @@ class Conductor:
             return
         self._reserve(course)
         course.told = book.clock.granted
-        told = zip(book.index, book.go_on(), strict=True)
-        self._members.tell(book.run_id, {name: own for name, own in told if course.has(name)})
+        grant = book.go_on()
+        self._members.tell(book.run_id, {name: [grant] for name in book.index if course.has(name)})
         self._tasks.start(self._look_ahead(course), "grants are not prepared")
 
     def _reserve(self, course: Course) -> None:
@@ -150,8 +156,8 @@ class Conductor:
         book = course.book
         known = len(book.misconduct)
         book.report(status, waiting, noticed)
-        for (_, whom), each in list(book.misconduct.items())[known:]:
-            text = each.in_words(book.run.spec.names[whom], status.learner)
+        for each in list(book.misconduct.values())[known:]:
+            text = misconduct_in_words(each, book.run.spec.names)
             log.warning("misconduct", run_id=book.run_id, detail=text)
         course.heard.set()
         course.look()
@@ -164,23 +170,23 @@ class Conductor:
         book = course.book
         index = book.index[member.name]
         self._back(course, index, member)
-        ours = member.run_id == book.run_id
+        ours = member.said.run_id == book.run_id
         if ours:
-            book.clock.resume(max(member.granted, member.claim.journaled or 0))
+            book.clock.resume(max(member.said.granted, member.claim.journaled or 0))
         if course.resting:
-            self._rest(course, index, member if ours else None)
+            self._rest_one(course, index, member if ours else None)
             return
         self._reserve(course)
         self._members.tell(book.run_id, {member.name: book.briefing(index)})
         self._grant(course)
 
-    def _rest(self, course: Course, index: int, member: Member | None) -> None:
+    def _rest_one(self, course: Course, index: int, member: Member | None) -> None:
         """A learner is there again while all rest; None: as one that is not in the run."""
         book = course.book
-        if member is not None and member.granted:  # only its stream broke: it may speak until it is told to rest
+        if member is not None and member.said.granted:  # only its stream broke: it may speak until it is told to rest
             book.unsure.add(index)
         else:
-            said, closed = (None, False) if member is None else (member.claim.journaled, member.closed)
+            said, closed = (None, False) if member is None else (member.claim.journaled, member.said.closed)
             book.rest(index, said, closed)
         self._members.tell(book.run_id, {book.run.spec.names[index]: [RESTING]})
         course.heard.set()
@@ -194,8 +200,8 @@ class Conductor:
     def _back(self, course: Course, index: int, member: Member) -> None:
         """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
         book, names = course.book, course.book.run.spec.names
-        book.back(index, by_digest=member.digests)
-        moved = book.move(index, member.address)
+        book.back(index)
+        moved = book.move(index, member.said.address)
         self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in moved.items()})
 
     def miss(self, course: Course, name: str) -> None:
@@ -236,7 +242,7 @@ class Conductor:
 
     async def _lose(self, course: Course) -> None:
         try:
-            await self.amender.lose(course)
+            await self._go_on_without(course)
         except SottovoceError as error:
             names = in_short([course.book.run.spec.names[i] for i in sorted(course.book.losing)])
             why = f"{names} lost, and the run cannot go on without: {error}"
@@ -266,28 +272,7 @@ class Conductor:
         course.heard.set()
         course.show()
 
-
-# ---- changes of members (reconfiguration) ----------------------------------------------------------------------------
-
-
-Change = Callable[[RunSpec], RunSpec]
-
-RESTING = Stop("learners leave or join")
-_AGAIN_S = 1.0
-"""Between two tries to write that learners are lost."""
-
-
-class Amender:
-    """Changes who takes part in runs under way.
-
-    Args:
-        store: where runs are kept.
-        members: who is here.
-        captures: what the eavesdropper captures.
-    """
-
-    def __init__(self, store: Store, members: Members, captures: Captures) -> None:
-        self._store, self._members, self._captures = store, members, captures
+    # ---- changes of members (reconfiguration) -------------------------------------------------------------
 
     async def leave(self, course: Course, name: str) -> None:
         """A learner says its last round; one that is gone is lost at once.
@@ -302,17 +287,17 @@ class Amender:
         if (own := book.index[name]) in book.lost:
             raise NotReady(f"learner {name!r} is lost to run {book.run_id} already")
         if name in self._members or own in book.unsure:  # it may be about to come back
-            await self._operated(course, lambda spec: without(spec, name, book.unsaid))
+            await self._change(course, lambda spec: without(spec, name, book.unsaid))
             return
         gone = frozenset({own})
         await asyncio.to_thread(_changed, book.run, partial(_without, book=book, lost=gone), book.n_features)
         _require_awake(course)
         book.losing |= gone
         try:
-            await self.lose(course)
+            await self._go_on_without(course)
         except SottovoceError:
             book.losing -= gone
-            self._go_on(course, book.run)  # as before
+            self._begin_anew(course, book.run)  # as before
             raise
 
     async def join(self, course: Course, name: str) -> None:
@@ -325,9 +310,9 @@ class Amender:
         book = _required(course, name)
         if name not in self._members:
             raise NotReady(f"learner {name!r} has not joined this coordinator")
-        await self._operated(course, lambda spec: with_learner(spec, name, book.unsaid))
+        await self._change(course, lambda spec: with_learner(spec, name, book.unsaid))
 
-    async def lose(self, course: Course) -> None:
+    async def _go_on_without(self, course: Course) -> None:
         """Go on without learners that are lost, those who are lost meanwhile included, as soon as that can be written.
 
         Raises:
@@ -349,7 +334,7 @@ class Amender:
             finally:
                 course.resting = False
 
-    async def _operated(self, course: Course, change: Change) -> None:
+    async def _change(self, course: Course, change: Change) -> None:
         book = course.book
         await asyncio.to_thread(_changed, book.run, change, book.n_features)  # what is refused wakes nobody
         _require_awake(course)
@@ -360,7 +345,7 @@ class Amender:
                 _require_rest(book)
                 await self._amend(course, change)
             except SottovoceError:
-                self._go_on(course, book.run)  # as before
+                self._begin_anew(course, book.run)  # as before
                 raise
         finally:
             course.resting = False
@@ -387,9 +372,9 @@ class Amender:
             return
         self._store.amend(book.run_id, spec_to_wire(run.spec), course.record())
         await self._captures.amend(book, run)
-        self._go_on(course, run)
+        self._begin_anew(course, run)
 
-    def _go_on(self, course: Course, run: Run) -> None:
+    def _begin_anew(self, course: Course, run: Run) -> None:
         book, before = course.book, course.book.lost
         book.amend(run)
         if book.ended:  # meanwhile, or nobody has anything left to do: they are told that
@@ -397,7 +382,11 @@ class Amender:
         here = [name for name in book.index if name in self._members]
         for name in here:
             own = book.index[name]
-            told = [Stop("the run goes on without this learner", over=True)] if own in book.lost else book.briefing(own)
+            told = (
+                [Stop(reason="the run goes on without this learner", over=True)]
+                if own in book.lost
+                else book.briefing(own)
+            )
             self._members.tell(book.run_id, {name: told})
         if gone := [book.run.spec.names[i] for i in sorted(book.lost - before)]:
             log.warning("learners are lost", run_id=book.run_id, learners=gone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -15,10 +15,11 @@ from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_core.errors import NotFound, NotReady, SpecError
 from sottovoce_core.running.run import Run
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Sent, Stop
-from sottovoce_rpc.learner_status import LearnerStatus, noticed_of
+from sottovoce_rpc.learner_status import RULES, LearnerStatus
 from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
-from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Stop
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 MOST_RUNS = 32
 """Runs that are remembered, beside those that are under way."""
@@ -110,7 +111,7 @@ class Course:
             durable=self.durable,
             capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
-            misconduct=[each.to_wire(by) for (by, _), each in book.misconduct.items()],
+            misconduct=book.misconduct.values(),
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -142,73 +143,16 @@ class Course:
     @classmethod
     def resumed(cls, kept: KeptRun, run: Run, now: datetime) -> Course:
         """A run that goes on as it was written down; its learners are yet to come back."""
-        view = coordinator_pb2.Run.FromString(kept.view)
+        view = kept.view()
         addresses = tuple(each.address for each in view.learners)
         book = RunBook(kept.run_id, run, kept.n_features, addresses, attempt=view.attempt)
         book.overhearing = kept.overhearing
         if view.capture_error:  # its relays are gone
             book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
-        book.restore(_state(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
+        book.restore(RunState.of(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
-        book.misconduct = noticed_of(view)
+        book.misconduct = {(each.noticed_by, each.learner): each for each in view.misconduct if each.rule in RULES}
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
-
-
-@dataclass(frozen=True, slots=True)
-class PastRun:
-    """A run that ended before this process began."""
-
-    kept: KeptRun
-
-    @property
-    def run_id(self) -> str:
-        """The run's id."""
-        return self.kept.run_id
-
-    @property
-    def learners(self) -> frozenset[str]:
-        """Names of its learners."""
-        return frozenset(each.status.learner for each in self.view().learners)
-
-    @property
-    def outcome(self) -> tuple[RunState, datetime | None]:
-        """How it ended, and when."""
-        run = self.view()
-        return _state(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
-
-    def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
-        """The run as it ended; `whole`: with the spec."""
-        run = coordinator_pb2.Run.FromString(self.kept.view)
-        if whole:
-            run.spec, run.n_features = self.kept.spec, self.kept.n_features
-        return run
-
-    def farewell(self) -> Stop:
-        """What a learner is told that comes back to it."""
-        run = self.view()
-        return Stop(run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
-
-
-def taken_up(kept: KeptRun, uncaptured: str) -> KeptRun:
-    """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
-    run = coordinator_pb2.Run.FromString(kept.view)
-    begun = any(each.status.rounds_said for each in run.learners)
-    run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
-    run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
-    run.ClearField("ended_at")
-    run.ClearField("misconduct")  # whoever takes it up knows of it
-    for each in run.learners:
-        if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
-            each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
-    return replace(kept, view=run.SerializeToString())
-
-
-def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
-    """A run that cannot go on, as it is written down."""
-    run = coordinator_pb2.Run.FromString(kept.view)
-    run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
-    run.ended_at.CopyFrom(_timestamp(now))
-    return run
 
 
 class Courses:
@@ -220,10 +164,10 @@ class Courses:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._runs: dict[str, Course | PastRun] = {}
+        self._runs: dict[str, Course | KeptRun] = {}
         self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
 
-    def the(self, run_id: str) -> Course | PastRun:
+    def the(self, run_id: str) -> Course | KeptRun:
         """One of them, by its id or as much of that as tells it from the others.
 
         Raises:
@@ -238,7 +182,7 @@ class Courses:
             raise NotFound(f"no run {run_id!r}: {known}")
         return self._runs[named]
 
-    def get(self, run_id: str) -> Course | PastRun | None:
+    def get(self, run_id: str) -> Course | KeptRun | None:
         """One of them; None: there is none of this name."""
         return self._runs.get(run_id)
 
@@ -252,7 +196,7 @@ class Courses:
         run = self.the(run_id)
         if not isinstance(run, Course) or run.book.ended:
             over = run.view()
-            how = f"{_state(over).value}: {over.detail}" if over.detail else _state(over).value
+            how = f"{RunState.of(over).value}: {over.detail}" if over.detail else RunState.of(over).value
             raise NotReady(f"run {over.run_id} is over ({how})")
         return run
 
@@ -270,11 +214,11 @@ class Courses:
                 name, rounds = each.status.learner, each.status.rounds_said
                 if rounds and name in found:
                     # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
-                    found[name].append(Sent(run_id, name, rounds, view.started_at.ToDatetime(UTC)))
+                    found[name].append(Sent(run_id=run_id, learner=name, rounds=rounds, last_at=view.started_at))
         return found
 
     @property
-    def newest_first(self) -> dict[str, Course | PastRun]:
+    def newest_first(self) -> dict[str, Course | KeptRun]:
         """All of them, by name."""
         return dict(reversed(self._runs.items()))
 
@@ -296,7 +240,7 @@ class Courses:
         self.the(course.book.run_id)
         self._runs[course.book.run_id] = course
 
-    def add(self, run_id: str, run: Course | PastRun) -> None:
+    def add(self, run_id: str, run: Course | KeptRun) -> None:
         """Remember a run; of those that have ended the oldest is forgotten."""
         going = {course.book.run_id for course in self.under_way}
         ended = [each for each in self._runs if each not in going]
@@ -348,10 +292,6 @@ class Courses:
                     f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
                     f"(`sottovoce runs stop {run_id}`), or take other learners"
                 )
-
-
-def _state(run: coordinator_pb2.Run) -> RunState:
-    return RunState(coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 
 
 def _timestamp(moment: datetime) -> Timestamp:

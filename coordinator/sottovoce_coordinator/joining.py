@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from sottovoce_coordinator.runs import missing
 from sottovoce_coordinator.store import MOST_STARTS, Claim, Membership, Store
 from sottovoce_core.errors import (
     LimitReached,
@@ -23,7 +22,7 @@ from sottovoce_core.errors import (
 )
 from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
+from sottovoce_rpc.directives import Directive, Origin, to_wire
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_rpc.tasks import Tell, if_long
@@ -41,18 +40,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Member:
-    """A learner that has joined, and the directives on their way to it."""
+    """A learner that has joined, and the directives on their way to it.
 
+    Attributes:
+        said: how it introduced itself.
+        claim: what of that decides whether it is let in.
+        origin: of the coordinator, as it speaks to this learner.
+        directives: what it is to be told.
+        displaced: another stream of the same process has come.
+    """
+
+    said: coordinator_pb2.Introduction
     claim: Claim
-    address: str
     origin: Origin
-    run_id: str = ""  # it would go on with, and was granted so much of it
-    granted: int = 0
-    term: int = 0  # of the coordinator that it obeys in it, and no older one; in this attempt at a run of this plan
-    attempt: int = 0
-    plan_hash: bytes = b""
-    closed: bool = False  # by its log the last round that it has said was learned, too
-    digests: bool = False  # it takes the digest of a grant in place of epochs
     # Made a message when its turn comes: so many of them do not hold up everybody. None: that was the last one.
     directives: asyncio.Queue[tuple[str, Directive, Origin] | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,7 +60,7 @@ class Member:
     @property
     def name(self) -> str:
         """The learner's."""
-        return self.claim.name
+        return self.said.learner
 
     def tell(self, run_id: str, directive: Directive) -> None:
         """Say something as soon as the stream allows; that of a learner which reads nothing ends."""
@@ -68,6 +68,25 @@ class Member:
             self.displaced.set()
             return
         self.directives.put_nowait((run_id, directive, self.origin))
+
+    async def send_directives(self, context: Context) -> None:
+        """Send what it is to do, as it comes.
+
+        Raises:
+            Unavailable: that was all, for the coordinator ends.
+        """
+        while (directive := await self.directives.get()) is not None:
+            await context.write(to_wire(*directive))
+        raise Unavailable("the coordinator was told to end")
+
+    async def until_displaced(self) -> None:
+        """Wait until another stream of the same process takes the place of this one, which it has given up.
+
+        Raises:
+            Unavailable: one has come.
+        """
+        await self.displaced.wait()
+        raise Unavailable(f"another stream of learner {self.name} took the place of this one")
 
 
 class Members:
@@ -114,13 +133,13 @@ class Members:
         now = known.admit(claim, live=member.name in self._here, journaled=journaled)
         self._remember(member.name, now)
         if not claim.rejoins:
-            await context.write(to_wire("", Issued(now.issued), member.origin))
+            await context.write(to_wire("", coordinator_pb2.Issued(incarnation=now.issued), member.origin))
             event = await _next(events, "a confirmation")
             if event is None or event.WhichOneof("event") != "confirmation":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
             now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
             self._remember(member.name, now)
-        member.tell("", Confirmed(now.confirmed))
+        member.tell("", coordinator_pb2.Confirmed(incarnation=now.confirmed))
 
     def _require_room(self, name: str) -> None:
         """Refuse a learner beyond those that a coordinator serves.
@@ -182,7 +201,7 @@ class Members:
         for name, own in directives.items():
             if name in self._here:
                 for directive in own:
-                    self.epochs += isinstance(directive, Epoch)
+                    self.epochs += isinstance(directive, coordinator_pb2.TopologyEpoch)
                     self._here[name].tell(run_id, directive)
 
     def dismiss(self) -> None:
@@ -201,7 +220,7 @@ class Members:
         Raises:
             NotReady: not all of them have joined by then.
         """
-        await self._until_none(lambda: missing(names, self), names, seconds, tell)
+        await self._until_none(lambda: self._missing(names), names, seconds, tell)
 
     async def until_told(self, names: Sequence[str], seconds: float, tell: Tell) -> list[Member]:
         """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
@@ -215,7 +234,7 @@ class Members:
         before = dict(self._last)
 
         def absent() -> list[str]:
-            return [name for name in missing(names, self) if self._last.get(name) is before.get(name)]
+            return [name for name in self._missing(names) if self._last.get(name) is before.get(name)]
 
         await self._until_none(absent, names, seconds, tell)
         return [self._last[name] for name in names]
@@ -254,8 +273,11 @@ class Members:
         Raises:
             NotReady: some have.
         """
-        if absent := missing(names, self):
+        if absent := self._missing(names):
             raise NotReady(f"learners have left: {in_short(absent)}")
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name not in self._here]
 
 
 def require_named(learner: str) -> None:
@@ -299,18 +321,7 @@ async def introduced(
         raise RemoteProtocolError(
             f"a term is one more at each start of a coordinator, at most {MOST_STARTS}, got {said.term}"
         )
-    return Member(
-        claim,
-        address,
-        origin,
-        said.run_id,
-        said.granted,
-        said.term,
-        said.attempt,
-        said.plan_hash,
-        said.closed,
-        said.digests,
-    )
+    return Member(said, claim, origin)
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:
@@ -324,24 +335,3 @@ async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coor
             return await anext(aiter(events), None)
     except TimeoutError:
         raise RemoteProtocolError(f"expected {what} within {HELLO_S:g} s, got nothing") from None
-
-
-async def told(member: Member, context: Context) -> None:
-    """Send a learner what it is to do, as it comes.
-
-    Raises:
-        Unavailable: that was all, for the coordinator ends.
-    """
-    while (directive := await member.directives.get()) is not None:
-        await context.write(to_wire(*directive))
-    raise Unavailable("the coordinator was told to end")
-
-
-async def displacement(member: Member) -> None:
-    """Another stream of the same process takes the place of this one, which it has given up.
-
-    Raises:
-        Unavailable: one has come.
-    """
-    await member.displaced.wait()
-    raise Unavailable(f"another stream of learner {member.name} took the place of this one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
@@ -10,11 +10,22 @@ from enum import Enum
 from sottovoce_coordinator.clock import RoundClock, Standing, blamed, convicted, in_words
 from sottovoce_core.network.network import Digests
 from sottovoce_core.network.roster import Attendance
-from sottovoce_core.network.weights import Mixing
 from sottovoce_core.running.run import Run
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Sent, Stop
-from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.directives import Directive
+from sottovoce_rpc.learner_status import (
+    RULES,
+    Cause,
+    KnownBy,
+    LearnerState,
+    LearnerStatus,
+    Waiting,
+    known_by,
+    misconduct_in_words,
+)
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 
 class RunState(Enum):
@@ -25,6 +36,11 @@ class RunState(Enum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+
+    @classmethod
+    def of(cls, run: coordinator_pb2.Run) -> RunState:
+        """That of a message."""
+        return cls(coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
@@ -71,7 +87,6 @@ class RunBook:
         misconduct: what was noticed, by who noticed it and who did it.
         reserved: no round from this one on was granted by a coordinator before this one.
         digests: of the network's rounds.
-        by_digest: who takes these in place of epochs, by index.
         first: those who take part from the first round on, by index.
         earlier: what is known of learners in runs before this one, by index; it is told at the start alone.
     """
@@ -93,7 +108,6 @@ class RunBook:
     misconduct: dict[tuple[int, int], Misconduct] = field(default_factory=dict)
     reserved: int = 0
     digests: Digests = field(init=False)
-    by_digest: set[int] = field(default_factory=set)
     first: list[int] = field(init=False)
     earlier: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
@@ -190,18 +204,16 @@ class RunBook:
     def briefing(self, index: int) -> list[Directive]:
         """All that a learner has to know after its stream of directives broke, or it was started again.
 
-        It holds the epochs of all rounds that it has done, but for the last, which its log may not have; who was started again
-        needs the first one, too, which names everybody and where they are.
+        Its log may lack the last round that it has done: the network is told from that round on.
         """
         done = max(self.statuses[index].rounds_done - 1, 0)
-        (first,), (told,) = self._epochs([index], 0, min(done, 1)), self._granted([index], done)
-        return [self.assignment(index), *first, *told]
+        return [self.assignment(index), self._epoch(index), self._grant(done)]
 
-    def move(self, index: int, address: str) -> dict[int, Epoch]:
+    def move(self, index: int, address: str) -> dict[int, TopologyEpoch]:
         """A learner is there again, where it was or elsewhere.
 
         Returns:
-            By index, what whoever opens streams to it is told: the first epoch again, with its address. Empty: it is where it
+            By index, what whoever opens streams to it is told: the epoch again, with its address. Empty: it is where it
             was, or behind a relay or a wiretap, which is still where that was.
         """
         if (before := self.addresses[index]) == address:
@@ -209,81 +221,55 @@ class RunBook:
         self.addresses = (*self.addresses[:index], address, *self.addresses[index + 1 :])
         if self.overhearing.relays and before:
             return {}
-        first = self.run.network.at(0)
-        return {i: self._epoch(i, 0, first) for i in self._ever[index] if i < index}
+        return {i: self._epoch(i) for i in self._ever[index] if i < index}
 
     def briefings(self) -> list[list[Directive]]:
         """Of all learners, by index, at the start."""
-        learners = range(len(self.addresses))
-        return [[self.assignment(i), *told] for i, told in zip(learners, self._granted(learners, 0), strict=True)]
+        return [[self.assignment(i), self._epoch(i), self._grant(0)] for i in range(len(self.addresses))]
 
-    def go_on(self) -> list[list[Directive]]:
-        """What each learner, by index, is told when the grant has grown: new epochs, then the grant."""
+    def go_on(self) -> Grant:
+        """What every learner is told when the grant has grown."""
         first, self._announced = self._announced, max(self._announced, self.clock.granted)
-        return self._granted(range(len(self.addresses)), first)
+        return self._grant(first)
 
-    def _granted(self, learners: Sequence[int], first: int) -> list[list[Directive]]:
-        """For each of these learners the network from round `first` on, as it takes it, and what is granted now."""
+    def _grant(self, first: int) -> Grant:
+        """What is granted now, with a digest of the network of the rounds from `first` on, if it changes."""
         since, until = max(first, 1), self.clock.granted
-        short = [i for i in learners if i in self.by_digest]
-        known = self.digests.of(since, until) if short else b""
-        alike = Grant(until, since, known) if known else self.grant()
-        told: dict[int, list[Directive]] = {
-            i: [*own, alike] for i, own in zip(short, self._epochs(short, first, 1), strict=True)
-        }
-        others = [i for i in learners if i not in told]
-        for i, own in zip(others, self._epochs(others, first, max(until, 1)), strict=True):
-            told[i] = [*own, self.grant()]
-        return [told[i] for i in learners]
+        known = self.digests.of(since, until)
+        return Grant(until_round=until, since_round=since if known else 0, network_hash=known)
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        earlier = self.earlier.get(index, ())
-        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt, earlier)
+        return Assignment(
+            spec=self._told,
+            n_features=self.n_features,
+            index=index,
+            mirror_address=self.overhearing.mirror,
+            attempt=self.attempt,
+            earlier=self.earlier.get(index, ()),
+        )
 
-    def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
-        """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
-
-        One for the first of these rounds, and one for every round that differs for it from the one before. A network that
-        never changes has one epoch, that of round 0.
-        """
-        told: list[list[Epoch]] = [[] for _ in learners]
-        before: list[object] = [None] * len(learners)
-        network = self.run.network
-        for t in range(first, until if network.horizon > 1 else min(until, 1)):
-            mixing = network.at(t)
-            for k, i in enumerate(learners):
-                if (part := (mixing.heard_by(i), mixing.told_by(i))) != before[k]:
-                    before[k] = part
-                    told[k].append(self._epoch(i, t, mixing))
-        return told
-
-    def _epoch(self, index: int, t: int, mixing: Mixing) -> Epoch:
-        """The topology of a round as one learner needs it; the first one names all whom it ever talks to."""
-        names, heard, told = self.run.spec.names, mixing.heard_by(index), mixing.told_by(index)
-        ever = self._ever[index] if t == 0 else ()
-        relays = self.overhearing.relays
+    def _epoch(self, index: int) -> TopologyEpoch:
+        """The topology of round 0 as one learner needs it, with all whom it ever talks to; what follows, the spec says."""
+        first, names, relays = self.run.network.at(0), self.run.spec.names, self.overhearing.relays
+        heard, told = first.heard_by(index), first.told_by(index)
         neighbours = (
             Neighbour(
-                j,
-                names[j],
+                index=j,
+                name=names[j],
                 # Who has not joined yet has none.
-                self.addresses[j] and relays.get((index, j), self.addresses[j]),
-                heard.get(j, 0.0),
-                j in told,
-                self.run.spec.capture != "wiretap" and (index, j) in relays,  # behind a wiretap is j itself
+                address=self.addresses[j] and relays.get((index, j), self.addresses[j]),
+                weight=heard.get(j, 0.0),
+                told=j in told,
+                relayed=self.run.spec.capture != "wiretap" and (index, j) in relays,  # behind a wiretap is j itself
             )
-            for j in sorted({*heard, *told, *ever})
+            for j in sorted({*heard, *told, *self._ever[index]})
         )
-        return Epoch(t, tuple(neighbours))
-
-    def grant(self) -> Grant:
-        """What is granted now."""
-        return Grant(self.clock.granted)
+        return TopologyEpoch(first_round=0, neighbours=neighbours)
 
     def stop(self) -> Stop:
         """The end. What a failed run has left stays where it is."""
-        return Stop(self.detail, over=self.state is not RunState.FAILED)
+        return Stop(reason=self.detail, over=self.state is not RunState.FAILED)
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
@@ -311,32 +297,37 @@ class RunBook:
         return self.clock.granted > before
 
     def _note(self, by: int, noticed: Sequence[Misconduct]) -> None:
-        """What a learner has noticed of its neighbours; what it says of others is passed over."""
+        """What a learner has noticed of its neighbours; what it says of others, or of unknown rules, is passed over."""
         for each in noticed:
-            if each.learner in self._ever[by]:
-                known = replace(each, round=min(each.round, self.run.spec.rounds))
-                self.misconduct.setdefault((by, each.learner), known)
+            if each.learner in self._ever[by] and each.rule in RULES:
+                t, known = min(each.round, self.run.spec.rounds), known_by(each).value
+                found = Misconduct(learner=each.learner, round=t, rule=each.rule, known_by=known, noticed_by=by)
+                self.misconduct.setdefault((by, each.learner), found)
         if self.misconduct:
             self._enforce()
 
     def _enforce(self) -> None:
         """The run's policy, where it is known who broke a rule."""
-        found = [pair for pair, each in self.misconduct.items() if each.attributed and not self.lost & set(pair)]
+        found = [
+            pair
+            for pair, each in self.misconduct.items()
+            if known_by(each) is not KnownBy.NAME and not self.lost & set(pair)  # else it may have been a stranger
+        ]
         if self.run.spec.misconduct != "drop":
             for by, whom in found[:1]:
-                self.end(RunState.FAILED, self._said_of(by, whom))
+                self.end(RunState.FAILED, misconduct_in_words(self.misconduct[by, whom], self.run.spec.names))
         elif self.state is RunState.RUNNING:
             there = [{j for j in ever if not self._through(j)} for ever in self._ever]
             self.losing |= convicted(found, there)
 
-    def _said_of(self, by: int, whom: int) -> str:
-        names = self.run.spec.names
-        return self.misconduct[by, whom].in_words(names[whom], names[by])
-
     def with_misconduct(self, text: str, of: int | None = None) -> str:
         """A text, and what was noticed of a learner; None: of all who are still in the run."""
-        found = [(by, whom) for by, whom in self.misconduct if (whom not in self.lost if of is None else whom == of)]
-        return "; ".join([text, *(self._said_of(*pair) for pair in found[:_NOTICED])])
+        found = [
+            misconduct_in_words(each, self.run.spec.names)
+            for each in self.misconduct.values()
+            if (each.learner not in self.lost if of is None else each.learner == of)
+        ]
+        return "; ".join([text, *found[:_NOTICED]])
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
         """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""
@@ -449,9 +440,8 @@ class RunBook:
             self.statuses[index] = status
             self.unsure.discard(index)
 
-    def back(self, index: int, *, by_digest: bool = False) -> None:
-        """A learner is there again; `by_digest`: it takes the digest of a grant in place of epochs."""
-        (self.by_digest.add if by_digest else self.by_digest.discard)(index)
+    def back(self, index: int) -> None:
+        """A learner is there again."""
         self.away.pop(index, None)
         self.unsure.discard(index)
 
@@ -478,8 +468,3 @@ class RunBook:
     def ended(self) -> bool:
         """True when the state is final."""
         return self.state in _FINAL
-
-
-def missing(names: Sequence[str], joined: Container[str]) -> list[str]:
-    """Learners of a run that have not joined."""
-    return [name for name in names if name not in joined]

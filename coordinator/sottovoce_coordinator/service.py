@@ -14,7 +14,7 @@ import structlog
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses
-from sottovoce_coordinator.joining import Context, Member, Members, displacement, introduced, told
+from sottovoce_coordinator.joining import Context, Member, Members, introduced
 from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
@@ -22,13 +22,12 @@ from sottovoce_coordinator.store import Store
 from sottovoce_core.errors import SottovoceError, StrangerError, Unavailable
 from sottovoce_rpc.access import NO_ONE, Refusals, give_turn_back
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Stop
-from sottovoce_rpc.learner_status import LearnerStatus, Waiting, noticed_in
+from sottovoce_rpc.learner_status import LearnerStatus, Waiting
 from sottovoce_rpc.logs import log_start, tell_if_open, worded_by_us
 from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.status import answering, shortened
+from sottovoce_rpc.status import shortened
 from sottovoce_rpc.tasks import Tasks, beside, to_caller
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -130,16 +129,15 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
-        async with answering(context), self._counting():
+        with self._counting():
             member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
-            await context.send_initial_metadata(
-                ()
-            )  # before anything may end the stream: gRPC sends no status until this is out
+            # Before anything may end the stream: gRPC sends no status until this is out.
+            await context.send_initial_metadata(())
             await self._members.admit(member, events, context, journaled=self._journaled(member))
             give_turn_back()
             try:
                 await self._welcome(member)
-                async with beside(told(member, context), displacement(member)):
+                async with beside(member.send_directives(context), member.until_displaced()):
                     async for event in events:
                         self._hear(member, event)
             finally:
@@ -148,8 +146,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     if (course := self._courses.of(member.name)) is not None:
                         self._conductor.miss(course, member.name)
 
-    @contextlib.asynccontextmanager
-    async def _counting(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
         """Count what streams of learners are refused for."""
         try:
             yield
@@ -165,7 +163,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _journaled(self, member: Member) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in, by its word or by this coordinator's."""
-        known, under_way = self._courses.with_learner(member.run_id, member.name), self._courses.of(member.name)
+        known, under_way = self._courses.with_learner(member.said.run_id, member.name), self._courses.of(member.name)
         course = known if under_way is None else under_way
         if course is not known:  # it says nothing of this run, and of another one it may have any log
             member.claim = replace(member.claim, journaled=None)
@@ -181,23 +179,25 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             if (course := self._courses.of(member.name)) is not None:  # it was away
                 self._conductor.take_back(course, member)
-            elif member.run_id:
-                member.tell(member.run_id, self._farewell(member))
-            log.info("joined", learner=member.name, address=member.address)
+            elif member.said.run_id:
+                member.tell(member.said.run_id, self._farewell(member))
+            log.info("joined", learner=member.name, address=member.said.address)
         finally:  # what it told counts for who takes up its run, whether it stays or not
             await self._members.announce()
 
-    def _farewell(self, member: Member) -> Stop:
+    def _farewell(self, member: Member) -> coordinator_pb2.Stop:
         """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
-        run_id = member.run_id
+        run_id = member.said.run_id
         if (known := self._courses.get(run_id)) is not None:
             return known.farewell()
-        if member.term:  # it waits for who keeps the run, and forgets nothing meanwhile
+        if member.said.term:  # it waits for who keeps the run, and forgets nothing meanwhile
             raise Unavailable(
                 f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
                 f"empty one, and let it take the run up: `sottovoce run SPEC --recover {run_id}`"
             )
-        return Stop("its coordinator does not know the run: it was started again without --state, or with another one")
+        return coordinator_pb2.Stop(
+            reason="its coordinator does not know the run: it was started again without --state, or with another one"
+        )
 
     def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
@@ -212,8 +212,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._courses.with_learner(status.run_id, member.name)
         if course is not None and event.report.attempt == course.book.attempt:
-            noticed = noticed_in(event.report.misconduct)
-            self._conductor.hear(course, status, Waiting.from_wire(event.report), noticed)
+            self._conductor.hear(course, status, Waiting.from_wire(event.report), event.report.misconduct)
         elif course is not None:
             self._conductor.rests(course, status)
 
@@ -221,56 +220,50 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def StartRun(self, request: coordinator_pb2.StartRunRequest, context: Context) -> coordinator_pb2.Run:
         """Start a run on learners that have joined."""
-        async with answering(context):
-            with self._audited("StartRun", context) as call:
-                course = await self._starter.start(request, to_caller(context))
-                book = course.book
-                call |= {"run_id": book.run_id, "learners": len(book.addresses), "capture": book.run.spec.capture}
-            return course.view()
+        with self._audited("StartRun", context) as call:
+            course = await self._starter.start(request, to_caller(context))
+            book = course.book
+            call |= {"run_id": book.run_id, "learners": len(book.addresses), "capture": book.run.spec.capture}
+        return course.view()
 
     async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
         """Stop a run; one that has ended is as it was."""
-        async with answering(context):
-            with self._audited("StopRun", context, run_id=request.run_id, reason=request.reason) as call:
-                run = self._courses.the(request.run_id)
-                call["run_id"] = run.view().run_id
-                if isinstance(run, Course):
-                    self._conductor.end(run, RunState.STOPPED, shortened(request.reason) or "stopped by an operator")
-            return run.view()
+        with self._audited("StopRun", context, run_id=request.run_id, reason=request.reason) as call:
+            run = self._courses.the(request.run_id)
+            call["run_id"] = run.view().run_id
+            if isinstance(run, Course):
+                self._conductor.end(run, RunState.STOPPED, shortened(request.reason) or "stopped by an operator")
+        return run.view()
 
     async def ResumeRun(self, request: coordinator_pb2.ResumeRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that failed."""
-        async with answering(context):
-            with self._audited("ResumeRun", context, run_id=request.run_id) as call:
-                course = await self._starter.resume(request.run_id)
-                call["run_id"] = course.book.run_id
-            return course.view()
+        with self._audited("ResumeRun", context, run_id=request.run_id) as call:
+            course = await self._starter.resume(request.run_id)
+            call["run_id"] = course.book.run_id
+        return course.view()
 
     async def LeaveRun(self, request: coordinator_pb2.LeaveRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a run go on without a learner."""
-        async with answering(context):
-            with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
-                course = self._courses.running(request.run_id)
-                call["run_id"] = course.book.run_id
-                await self._conductor.operated(course, self._conductor.amender.leave(course, request.learner))
-            return course.view()
+        with self._audited("LeaveRun", context, run_id=request.run_id, learner=request.learner) as call:
+            course = self._courses.running(request.run_id)
+            call["run_id"] = course.book.run_id
+            await self._conductor.operated(course, self._conductor.leave(course, request.learner))
+        return course.view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a learner take part in a run."""
-        async with answering(context):
-            with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
-                course = self._courses.running(request.run_id)
-                call["run_id"] = course.book.run_id
-                await self._conductor.operated(course, self._conductor.amender.join(course, request.learner))
-            return course.view()
+        with self._audited("JoinRun", context, run_id=request.run_id, learner=request.learner) as call:
+            course = self._courses.running(request.run_id)
+            call["run_id"] = course.book.run_id
+            await self._conductor.operated(course, self._conductor.join(course, request.learner))
+        return course.view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that its learners know, and no coordinator any more."""
-        async with answering(context):
-            with self._audited("RecoverRun", context, run_id=request.run_id) as call:
-                course = await self._starter.recover(request, to_caller(context))
-                call["granted"] = course.book.clock.granted
-            return course.view()
+        with self._audited("RecoverRun", context, run_id=request.run_id) as call:
+            course = await self._starter.recover(request, to_caller(context))
+            call["granted"] = course.book.clock.granted
+        return course.view()
 
     @contextlib.contextmanager
     def _audited(self, call: str, context: Context, **facts: str) -> Iterator[dict[str, object]]:
@@ -291,45 +284,41 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
-        async with answering(context):
-            return self._courses.the(request.run_id).view(whole=True)
+        return self._courses.the(request.run_id).view(whole=True)
 
     async def ListRuns(
         self, request: coordinator_pb2.ListRunsRequest, context: Context
     ) -> coordinator_pb2.ListRunsResponse:
         """The runs that are remembered."""
-        async with answering(context):
-            courses, following = page(self._courses.newest_first, request.page_size, request.page_token)
-            runs = [course.view() for course in courses]
-            answer = coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
-            answer.now.GetCurrentTime()
-            return answer
+        courses, following = page(self._courses.newest_first, request.page_size, request.page_token)
+        runs = [course.view() for course in courses]
+        answer = coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
+        answer.now.GetCurrentTime()
+        return answer
 
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: Context
     ) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, several times a second and after ever more rounds, until it has ended."""
-        async with answering(context):
-            run = self._courses.the(request.run_id)
-            while isinstance(run, Course) and not run.book.ended:
-                if self._ending:
-                    raise Unavailable("the coordinator was told to end")
-                shown = run.shown
-                yield run.view()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(WATCH_S, len(run.book.addresses) / _VIEWED)):
-                        await shown.wait()
-            if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
-                await asyncio.wait([run.closing])
+        run = self._courses.the(request.run_id)
+        while isinstance(run, Course) and not run.book.ended:
+            if self._ending:
+                raise Unavailable("the coordinator was told to end")
+            shown = run.shown
             yield run.view()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(WATCH_S, len(run.book.addresses) / _VIEWED)):
+                    await shown.wait()
+        if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
+            await asyncio.wait([run.closing])
+        yield run.view()
 
     async def RebindLearner(
         self, request: coordinator_pb2.RebindLearnerRequest, context: Context
     ) -> coordinator_pb2.RebindLearnerResponse:
         """Take whatever state folder the next learner of this name has."""
-        async with answering(context):
-            with self._audited("RebindLearner", context, learner=request.learner):
-                self._members.unbind(request.learner)
+        with self._audited("RebindLearner", context, learner=request.learner):
+            self._members.unbind(request.learner)
         return coordinator_pb2.RebindLearnerResponse()
 
 

@@ -11,14 +11,13 @@ import asyncio
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import structlog
 
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
-from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
+from sottovoce_coordinator.courses import Course, Courses
 from sottovoce_coordinator.joining import Member, Members
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import KeptRun, Store
@@ -26,11 +25,11 @@ from sottovoce_core.errors import AlreadyExists, NotReady, SottovoceError, SpecE
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_core.text import in_short
-from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
 from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 log = structlog.get_logger()
 
@@ -94,7 +93,9 @@ class Starter:
     async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest, tell: Tell) -> Course:
         run = await asyncio.to_thread(_built, spec, request.n_features)
         self._members.require_here(_first(spec))  # gone in the meantime
-        addresses = tuple(self._members.member(name).address if name in self._members else "" for name in spec.names)
+        addresses = tuple(
+            self._members.member(name).said.address if name in self._members else "" for name in spec.names
+        )
         run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
         book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
         async with if_long(
@@ -142,20 +143,22 @@ class Starter:
             self._courses.require_logs(run_id, learners)
             if isinstance(past, Course) and past.closing is not None:
                 await asyncio.wait([past.closing])
-            kept = past.kept() if isinstance(past, Course) else past.kept
+            kept = past.kept() if isinstance(past, Course) else past
             spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
             run = await asyncio.to_thread(_built, spec, kept.n_features)
-            kept = taken_up(kept, await self._captures.take_up(kept))
+            kept = kept.taken_up(await self._captures.take_up(kept))
             course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
-            self._store.keep({run_id: kept.view})
+            self._store.keep({run_id: kept.record})
             self._courses.replace(course)
             self._conductor.take_up(course)
             return course
 
-    def _failed(self, run_id: str) -> Course | PastRun:
+    def _failed(self, run_id: str) -> Course | KeptRun:
         run = self._courses.the(run_id)
         if (view := run.view()).state != coordinator_pb2.RUN_STATE_FAILED:
-            raise NotReady(f"only a run that failed can be taken up again, and run {view.run_id} is {_state(view)}")
+            raise NotReady(
+                f"only a run that failed can be taken up again, and run {view.run_id} is {RunState.of(view).value}"
+            )
         return run
 
     async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> Course:
@@ -181,13 +184,13 @@ class Starter:
             told = await self._members.until_told(spec.names, _JOINING_S, tell)
             _require_in_run(run_id, told)
             run = await asyncio.to_thread(_built, spec, request.n_features)
-            book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
+            book = await asyncio.to_thread(_recovered, run_id, run, request.n_features, told, datetime.now(UTC))
             plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
             _require_plan(run_id, plan_hash(plan, request.n_features), told)
             await self._require_newest(run_id, run, told)
             book.overhearing, uncaptured = await self._captures.recover(book)
             course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
-            self._members.outrank(max(each.term for each in told))
+            self._members.outrank(max(each.said.term for each in told))
             self._store.begin(course.kept())
             self._courses.add(run_id, course)
             self._conductor.take_up(course)
@@ -196,12 +199,26 @@ class Starter:
     async def _require_newest(self, run_id: str, run: Run, told: Sequence[Member]) -> None:
         """Ask the capture of a run how far its learners were, before they go on: their state folders may all be old ones.
 
+        No learner may have a log that lacks rounds which were captured: it would send them again with other noise.
+
         Raises:
-            NotReady: they are.
+            NotReady: one has.
             Unavailable: the eavesdropper does not answer.
         """
         sent = await self._captures.sent(run_id) if run.spec.capture in ("relay", "mirror") else ()
-        require_newest(run_id, run, told, sent)
+        captured = {each.learner: each.rounds for each in sent if each.run_id == run_id}
+        journaled = {each.name: each.claim.journaled or 0 for each in told}
+        old = [i for i, name in enumerate(journaled) if captured.get(name, 0) > journaled[name]]
+        if old:
+            names = [told[i].name for i in old]
+            found = [f"{name} ({journaled[name]} of {captured[name]} rounds)" for name in names]
+            most = max(run.guarantee(i).epsilon() for i in old)
+            raise NotReady(
+                f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: "
+                "state folders were set back, and rounds would be sent again with other noise. Put the newest folders back; "
+                "where they are lost, charge what was spent since (`sottovoce ledger --repair --state FOLDER --learner NAME "
+                f"--charge EPSILON`; all rounds of this run cost {most:.6g} at most), and start a new run"
+            )
         if not sent:
             log.warning(
                 "no capture says how far the learners were: if all state folders were set back, rounds are sent again",
@@ -215,19 +232,19 @@ class Starter:
             )
         if (known := self._courses.get(run_id)) is not None:
             raise AlreadyExists(
-                f"run {run_id} is known here and is not lost; it is {_state(known.view())}. One that failed is taken up by "
+                f"run {run_id} is known here and is not lost; it is {known.outcome[0].value}. One that failed is taken up by "
                 f"`sottovoce runs resume {run_id}`"
             )
 
     async def restore(self) -> None:
         """Take up the runs of this state: those that were under way go on as their learners come back."""
         for kept in self._store.runs():
-            over = coordinator_pb2.Run.FromString(kept.view).HasField("ended_at")
-            self._courses.add(kept.run_id, PastRun(kept) if over else await self._restored(kept))
+            over = kept.view().HasField("ended_at")
+            self._courses.add(kept.run_id, kept if over else await self._restored(kept))
         for course in self._courses.under_way:
             self._conductor.go_on(course)
 
-    async def _restored(self, kept: KeptRun) -> Course | PastRun:
+    async def _restored(self, kept: KeptRun) -> Course | KeptRun:
         """A run under way; over where it cannot be built again, such as without --allow-imports."""
         now = datetime.now(UTC)
         try:
@@ -237,23 +254,19 @@ class Starter:
             await self._captures.recall(course.book)
             return course
         except SottovoceError as error:
-            over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
-            self._store.keep({kept.run_id: over.SerializeToString()})
-            rounds = min((each.status.rounds_done for each in over.learners), default=0)
-            log.error("run ended", run_id=kept.run_id, state="failed", reason=over.detail, rounds=rounds)
-            return PastRun(replace(kept, view=over.SerializeToString()))
+            why = f"its coordinator was started again and cannot go on with it: {error}"
+            over = kept.failed(why, now)
+            self._store.keep({kept.run_id: over.record})
+            rounds = min((each.status.rounds_done for each in over.view().learners), default=0)
+            log.error("run ended", run_id=kept.run_id, state="failed", reason=why, rounds=rounds)
+            return over
 
 
-def _needed(run: Course | PastRun) -> list[str]:
+def _needed(run: Course | KeptRun) -> list[str]:
     """The learners of a run, but for those who are lost to it."""
     view = run.view(whole=True)
     lost = {each["learner"] for each in json.loads(view.spec).get("absences") or () if each.get("unheard")}
     return [each.status.learner for each in view.learners if each.status.learner not in lost]
-
-
-def _state(run: coordinator_pb2.Run) -> str:
-    """Of a run, in a word."""
-    return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
 def _spec(text: str, *, imports: bool) -> RunSpec:
@@ -309,8 +322,8 @@ def _require_in_run(run_id: str, told: Sequence[Member]) -> None:
     Raises:
         NotReady: one has not.
     """
-    if others := [each for each in told if each.run_id != run_id]:
-        logs = [f"{f'that of run {each.run_id!r}' if each.run_id else 'none'} with {each.name}" for each in others]
+    if others := [each.said for each in told if each.said.run_id != run_id]:
+        logs = [f"{f'that of run {each.run_id!r}' if each.run_id else 'none'} with {each.learner}" for each in others]
         raise NotReady(
             f"each learner must have the log of run {run_id!r}, got {in_short(logs)}: is the run the right one, and the state "
             "folder the learner's own? Else it has been in another run since, or this one was over: start a new run"
@@ -323,38 +336,14 @@ def _require_plan(run_id: str, plan_hash: bytes, told: Sequence[Member]) -> None
     Raises:
         SpecError: it is not.
     """
-    if others := [each.name for each in told if each.plan_hash != plan_hash]:
+    if others := [each.name for each in told if each.said.plan_hash != plan_hash]:
         raise SpecError(
             f"run {run_id} is of another spec or other records, by the ledgers of {in_short(others)}: take it up with those "
             "that it was started with"
         )
 
 
-def require_newest(run_id: str, run: Run, told: Sequence[Member], sent: Sequence[Sent]) -> None:
-    """No learner has a log that lacks rounds which were captured: it would send them again with other noise.
-
-    Args:
-        run_id, run: what it is.
-        told: what its learners know, by index.
-        sent: what was captured of the run.
-
-    Raises:
-        NotReady: one has.
-    """
-    captured = {each.learner: each.rounds for each in sent if each.run_id == run_id}
-    old = [i for i, each in enumerate(told) if captured.get(each.name, 0) > (each.claim.journaled or 0)]
-    if old:
-        found = [f"{told[i].name} ({told[i].claim.journaled or 0} of {captured[told[i].name]} rounds)" for i in old]
-        most = max(run.guarantee(i).epsilon() for i in old)
-        raise NotReady(
-            f"each learner must have all rounds of run {run_id!r} in its log that were captured, got {in_short(found)}: state "
-            "folders were set back, and rounds would be sent again with other noise. Put the newest folders back; where they are "
-            "lost, charge what was spent since (`sottovoce ledger --repair --state FOLDER --learner NAME --charge EPSILON`; all "
-            f"rounds of this run cost {most:.6g} at most), and start a new run"
-        )
-
-
-def recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], now: datetime) -> RunBook:
+def _recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], now: datetime) -> RunBook:
     """The book of the run; its learners, by index, are yet to be told.
 
     Args:
@@ -362,7 +351,7 @@ def recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], no
         told: what its learners know, by index.
         now: since when they are away.
     """
-    addresses, attempt = tuple(each.address for each in told), max(each.attempt for each in told)
+    addresses, attempt = tuple(each.said.address for each in told), max(each.said.attempt for each in told)
     book = RunBook(run_id, run, n_features, addresses, attempt=attempt)
     said = [each.claim.journaled or 0 for each in told]
     statuses = [
@@ -370,5 +359,5 @@ def recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], no
         for each, rounds in zip(told, said, strict=True)
     ]
     book.restore(RunState.RUNNING if any(said) else RunState.CONNECTING, statuses, now)
-    book.clock.resume(max(each.granted for each in told))
+    book.clock.resume(max(each.said.granted for each in told))
     return book

@@ -18,14 +18,16 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import structlog
 
-from sottovoce_coordinator.runs import Overhearing
+from sottovoce_coordinator.runs import Overhearing, RunState
 from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, StrangerError, Unavailable
 from sottovoce_rpc.directives import Origin
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 log = structlog.get_logger()
 
@@ -52,7 +54,7 @@ class KeptRun:
         run_id: its name.
         spec, n_features: what is run, as it crosses the wire.
         overhearing: by whom it is captured.
-        view: a `sottovoce_wire.v1.Run` without spec: state, times, addresses, and how far learners were.
+        record: a `sottovoce_wire.v1.Run` without spec: state, times, addresses, and how far learners were.
         granted: no round from this one on was ever granted; some below it may not have been.
     """
 
@@ -60,8 +62,51 @@ class KeptRun:
     spec: str
     n_features: int
     overhearing: Overhearing
-    view: bytes
+    record: bytes
     granted: int = 0
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Names of its learners."""
+        return frozenset(each.status.learner for each in self.view().learners)
+
+    @property
+    def outcome(self) -> tuple[RunState, datetime | None]:
+        """How it ended, and when."""
+        run = self.view()
+        return RunState.of(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
+
+    def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
+        """The run as it ended; `whole`: with the spec."""
+        run = coordinator_pb2.Run.FromString(self.record)
+        if whole:
+            run.spec, run.n_features = self.spec, self.n_features
+        return run
+
+    def farewell(self) -> coordinator_pb2.Stop:
+        """What a learner is told that comes back to it."""
+        run = self.view()
+        return coordinator_pb2.Stop(reason=run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
+
+    def taken_up(self, uncaptured: str) -> KeptRun:
+        """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
+        run = self.view()
+        begun = any(each.status.rounds_said for each in run.learners)
+        run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
+        run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
+        run.ClearField("ended_at")
+        run.ClearField("misconduct")  # whoever takes it up knows of it
+        for each in run.learners:
+            if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
+                each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
+        return replace(self, record=run.SerializeToString())
+
+    def failed(self, detail: str, now: datetime) -> KeptRun:
+        """A run that cannot go on."""
+        run = self.view()
+        run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
+        run.ended_at.FromDatetime(now)
+        return replace(self, record=run.SerializeToString())
 
 
 class Store:
@@ -139,7 +184,7 @@ class Store:
         with self._written() as db:
             db.execute(
                 "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
-                (run.run_id, run.spec, run.n_features, _told(run.overhearing), run.view),
+                (run.run_id, run.spec, run.n_features, _told(run.overhearing), run.record),
             )
 
     def grant(self, run_id: str, until: int, ahead: int, view: bytes) -> None:

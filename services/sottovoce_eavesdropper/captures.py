@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
@@ -20,11 +20,11 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.codec import RoundCodec, from_fields
+from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Sent
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 log = structlog.get_logger()
 
@@ -127,7 +127,7 @@ class Captures:
             capture = open_capture(folder.below(name))
         except CaptureError:
             return "", []
-        known = str(capture.facts.get("opener", "")), _sent_of(capture)
+        known = capture.facts["opener"], _sent_of(capture)
         if capture.complete:  # it never changes
             self._known[name] = known
         return known
@@ -198,7 +198,7 @@ class Captures:
 
     def _recording(self, file: CaptureFile, relays: list[Relay | Wiretap]) -> Recording:
         who = Participants.of(file.spec)
-        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
+        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who)
         recording.writing.start(file.write_parts(), "a capture is no longer written")
         log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
         return recording
@@ -254,12 +254,13 @@ def _sent_of(capture: Capture) -> list[Sent]:
     Raises:
         CaptureError: it cannot be read.
     """
-    names, run_id = capture.names, str(capture.facts["run_id"])
-    return [
-        Sent(run_id, names[sender], rounds, datetime.fromtimestamp(at / 1e9, UTC))
-        for sender, (rounds, at) in sent_in(capture).items()
-        if sender < len(names)
-    ]
+    names, found = capture.names, list[Sent]()
+    for sender, (rounds, at) in sent_in(capture).items():
+        if sender < len(names):
+            last_at = Timestamp()
+            last_at.FromNanoseconds(at)
+            found.append(Sent(run_id=capture.facts["run_id"], learner=names[sender], rounds=rounds, last_at=last_at))
+    return found
 
 
 def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:

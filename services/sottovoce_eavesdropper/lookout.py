@@ -9,7 +9,7 @@ follow each other; so what is missing in between is a gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -117,8 +117,17 @@ class Lookout:
     def look(self, rows: Iterable[Row]) -> list[Row]:
         """Look at records, in their order; returns them, marked where they were said again."""
         marked = []
-        for row, findings in self._looked_at(rows):
-            marked.append(row)
+        for row in rows:
+            again, findings = False, tuple[Notice, ...]()
+            try:
+                if self._spec:
+                    self._begin()
+                    again, findings = self._at(row)
+            except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
+                reason = f"{type(error).__name__}: {error}"
+                log.error("nothing more is noticed", capture=self._capture_id, reason=reason)
+                self._spec, self.not_checked = {}, f"anything more: {reason}"
+            marked.append(row._replace(again=True) if again else row)
             for finding in findings:
                 self._note(finding)
         return marked
@@ -144,20 +153,6 @@ class Lookout:
         else:
             self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
             self._noticing.expected = _expected_of(run)
-
-    def _looked_at(self, rows: Iterable[Row]) -> Iterator[tuple[Row, tuple[Notice, ...]]]:
-        """Records, marked, and what is wrong with each."""
-        for row in rows:
-            again, findings = False, tuple[Notice, ...]()
-            try:
-                if self._spec:
-                    self._begin()
-                    again, findings = self._at(row)
-            except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
-                reason = f"{type(error).__name__}: {error}"
-                log.error("nothing more is noticed", capture=self._capture_id, reason=reason)
-                self._spec, self.not_checked = {}, f"anything more: {reason}"
-            yield row._replace(again=True) if again else row, findings
 
     def _at(self, row: Row) -> tuple[bool, tuple[Notice, ...]]:
         """Whether a record was said before, and what is wrong with it."""

@@ -29,9 +29,6 @@ _MOST_TEXT = 4_096
 BATCH = 1_024
 """Rows that are unpacked at a time."""
 
-_ADDED = "again"
-"""The column that older captures lack: false there."""
-
 _FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
 
 
@@ -61,7 +58,7 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
                 unpacked += _text_bytes(where, batch)
                 if unpacked > MOST_BYTES:
                     raise CaptureError(f"{where} must unpack to at most {MOST_BYTES} bytes")
-                yield _completed(_plain(where, batch), columns)
+                yield _plain(where, batch)
 
 
 @contextmanager
@@ -90,7 +87,6 @@ def _require_columns(where: str, found: Any) -> None:
     """The columns of a capture, each once, and of their types; text may be a dictionary or not."""
     wanted = {kind.name: str(_value_type(kind.type)) for kind in schema()}
     got = [(kind.name, str(_value_type(kind.type))) for kind in found]
-    got += [] if _ADDED in found.names else [(_ADDED, wanted[_ADDED])]
     if dict(got) != wanted or len(got) != len(wanted):
         wrong = sorted({name for name, _ in set(got) ^ set(wanted.items())})
         raise CaptureError(
@@ -130,15 +126,6 @@ def _plain(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
         if not pc.all(right).as_py() and plain.num_rows:
             raise CaptureError(f"{where}: column 'size' must hold the length of the payload")
     return plain
-
-
-def _completed(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    if _ADDED not in columns or _ADDED in batch.schema.names:
-        return batch
-    lacking = pa.repeat(pa.scalar(False), batch.num_rows)
-    return pa.RecordBatch.from_arrays([*batch.columns, lacking], names=[*batch.schema.names, _ADDED])
 
 
 def _is_primitive(kind: Any) -> bool:

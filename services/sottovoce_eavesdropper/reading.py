@@ -47,9 +47,14 @@ _FACTS = {
     "bytes": int,
     "spec": dict,
     "fields": dict,
+    "noticed": list,
+    "noticed_count": int,
+    "gaps": list,
+    "routes": list,
+    "opener": str,
+    "n_features": int,
 }
 """What `capture.json` must say."""
-_OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list, "opener": str}
 _COUNTED = ("connections", "records", "bytes")
 """What `ciphertext` must say, where it is there."""
 
@@ -261,22 +266,14 @@ class Capture:
             except CaptureError as error:
                 raise CaptureError(f"{self.name}: {error}; {_CHANGED}") from None
 
-    def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The records in the parts after this one (0: in all), each batch with the number of its part.
-
-        Columns: `sender, kind, method, payload`.
-
-        Raises:
-            CaptureError: a part cannot be read or is missing.
-        """
-        return self.by_part(("sender", "kind", "method", "payload"), lambda number: number > part)
-
-    def by_part(self, columns: Sequence[str], wanted: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def by_part(
+        self, columns: Sequence[str], wanted: Callable[[int], bool] = lambda _: True
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records of some parts, each batch with the number of its part.
 
         Args:
             columns: which ones, of `records.schema()`.
-            wanted: the number of a part (they count from 1) to whether it is read.
+            wanted: the number of a part (they count from 1) to whether it is read (default: all).
 
         Raises:
             CaptureError: a part cannot be read or is missing.
@@ -379,7 +376,6 @@ def open_capture(place: str | Path | Folder) -> Capture:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CaptureError(f"{folder.name} is not a capture of a known format ({FORMAT})")
     wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
-    wrong += [name for name, kind in _OFFERED.items() if name in facts and type(facts[name]) is not kind]
     wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
     wrong += [] if _are_counts(facts.get("ciphertext")) else ["ciphertext"]
     wrong += [name for name in ("world", "replica") if type(facts.get(name, None)) not in (int, type(None))]

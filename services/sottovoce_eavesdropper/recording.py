@@ -28,7 +28,7 @@ from sottovoce_core.spec import MOST_LEARNERS
 from sottovoce_core.text import called
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, Ciphertext, part_number
+from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
@@ -53,7 +53,6 @@ class Recording:
     relays: list[Relay | Wiretap]
     writing: Tasks
     who: Participants
-    codec: RoundCodec
     mirrored: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
@@ -113,7 +112,7 @@ class Recording:
             self.file.add(row)
         for message in request.messages:
             with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
-                self.file.gaps.came(request.sender, t=self.codec.decode(message.payload)[0])
+                self.file.gaps.came(request.sender, t=self.file.codec.decode(message.payload)[0])
 
     async def close(self, drain_s: float, *, over: bool = True) -> None:
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
@@ -145,7 +144,7 @@ def left_open(place: str | Path, run_id: str) -> Capture | None:
             capture = open_capture(folder.below(name))
         except CaptureError:
             continue
-        if capture.facts["run_id"] == run_id and not capture.complete and isinstance(capture.facts.get("routes"), list):
+        if capture.facts["run_id"] == run_id and not capture.complete:
             return capture
     return None
 
@@ -201,7 +200,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         facts["capture_id"],
         facts["run_id"],
         json.dumps(facts["spec"]),
-        facts.get("n_features", 0),
+        facts["n_features"],
         facts["world"],
         facts["replica"],
         allow_imports,
@@ -209,45 +208,22 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         facts["routes"],
         parts=max(map(part_number, capture.place.names()), default=0),
     )
-    file.opener = facts.get("opener", "")
-    file.lookout.count = facts.get("noticed_count", 0)
-    file.lookout.first = [Notice(**finding) for finding in facts.get("noticed", ())]
+    file.opener = facts["opener"]
+    file.lookout.count = facts["noticed_count"]
+    file.lookout.first = [Notice(**finding) for finding in facts["noticed"]]
     file.lookout.contradiction = next((each.text for each in file.lookout.first if each.contradicts), "")
-    for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came
+    for gap in facts["gaps"]:  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
-    before = _take_up(file, capture) if file.ciphertext is None else _count_on(file, file.ciphertext, capture)
-    return file, before
-
-
-def _count_on(file: CaptureFile, counts: Ciphertext, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what a wiretap noted."""
-    import pyarrow.compute as pc
-
-    file.interrupted = True
-    connections = dict[tuple[int, int], int]()
-    for _, batch in capture.by_part(("caller", "callee", "sender", "kind", "connection", "size"), lambda _: True):
-        for each in _groups(batch, ("caller", "callee"), [("connection", "max")]):
-            way = each["caller"], each["callee"]
-            connections[way] = max(connections.get(way, 0), each["connection_max"])
-        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
-            counts.count(each["kind"], each["size_sum"], each["size_count"])
-        tapped = batch.filter(pc.equal(batch.column("kind"), "ciphertext"))
-        for each in _groups(tapped, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
-            file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
-    return connections
-
-
-def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what was recorded, note up to which round, and recall what was said last: it may be said again.
-
-    Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
-    """
     seen = _count(file, capture)
+    if file.ciphertext is not None:
+        file.interrupted = True
+        return file, seen.streams
+    # Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
     latest = _latest(seen.rows)
     needed = latest | set(seen.last.values()) if file.routes else set(seen.rows)  # copies: each round that is missing
     _note_rounds(file, capture, needed, latest)
-    return seen.streams
+    return file, seen.streams
 
 
 @dataclass(slots=True)
@@ -260,18 +236,24 @@ class _Seen:
 
 
 def _count(file: CaptureFile, capture: Capture) -> _Seen:
+    """Count what was recorded: messages and streams; of a wiretap ciphertext and connections."""
     import pyarrow.compute as pc
 
-    seen = _Seen()
-    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "stream", "size"), lambda _: True):
+    seen, counts = _Seen(), file.ciphertext
+    kind, number = ("message", "stream") if counts is None else ("ciphertext", "connection")
+    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", number, "size")):
         seen.rows[part] = seen.rows.get(part, 0) + len(batch)
-        for each in _groups(batch, ("caller", "callee"), [("stream", "max")]):
+        for each in _groups(batch, ("caller", "callee"), [(number, "max")]):
             way = each["caller"], each["callee"]
-            seen.streams[way] = max(seen.streams.get(way, 0), each["stream_max"])
-        said = batch.filter(pc.equal(batch.column("kind"), "message"))
+            seen.streams[way] = max(seen.streams.get(way, 0), each[f"{number}_max"])
+        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
+            if counts is not None:
+                counts.count(each["kind"], each["size_sum"], each["size_count"])
+            elif each["kind"] == kind:
+                file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
+        said = batch.filter(pc.equal(batch.column("kind"), kind))
         for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
             seen.last[each["caller"], each["callee"], each["sender"]] = part
-            file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
             file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
     return seen
 
@@ -297,14 +279,13 @@ def _latest(rows: Mapping[int, int]) -> set[int]:
 def _note_rounds(file: CaptureFile, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
     import pyarrow.compute as pc
 
-    codec = RoundCodec(file.fields)
     for route in file.routes:
         way = route["caller"], route["callee"]
         file.awaited |= {way: 0, way[::-1]: 0}
     for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
         said = batch.filter(pc.equal(batch.column("kind"), "message"))
         payloads = said.column("payload").to_pylist()
-        rows, rounds, _, _ = codec.decode_many(payloads)
+        rows, rounds, _, _ = file.codec.decode_many(payloads)
         caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
         ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
         for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):

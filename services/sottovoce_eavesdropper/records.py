@@ -4,7 +4,7 @@ A part is there whole or not at all (`storage`), so that whatever stands there c
 most what was in memory is lost: what came since the last part that is there was begun. That is `_PART_S` seconds and the time
 that one part takes to be written, or fewer where `PART_ROWS` messages fill a part.
 
-Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture. Captures of before lack `again`.
+Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class CaptureFile:
         messages, bytes: counts of messages (neither hellos nor metadata).
         ways: the same counts, from (sender, receiver), of a run of ours; of a wiretap, records of TLS.
         ciphertext: counts of what a wiretap noted; None: the capture is by none.
+        place: the folder, opened.
+        codec: of rounds of these fields.
         broken: why nothing more can be written; None: all could be.
     """
 
@@ -148,6 +150,7 @@ class CaptureFile:
     ways: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     ciphertext: Ciphertext | None = field(init=False)
     place: Folder = field(init=False)
+    codec: RoundCodec = field(init=False)
     lookout: Lookout = field(init=False)
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
@@ -161,6 +164,7 @@ class CaptureFile:
     def __post_init__(self) -> None:
         parquet()
         spec = json.loads(self.spec)
+        self.codec = RoundCodec(self.fields)
         self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.gaps.attendances = _attendances(spec)
         self.ciphertext = Ciphertext() if is_tapped(spec) else None
@@ -205,7 +209,7 @@ class CaptureFile:
         way = row.sender, row.caller + row.callee - row.sender
         if way in self.awaited:
             with contextlib.suppress(RemoteProtocolError):  # of no round: what is wrong with it is noticed
-                t, _, _ = RoundCodec(self.fields).decode(row.payload)
+                t, _, _ = self.codec.decode(row.payload)
                 self.gaps.resumed(*way, due=self.awaited.pop(way), t=t)
 
     def amend(self, spec: str) -> None:

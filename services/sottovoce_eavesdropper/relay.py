@@ -28,7 +28,6 @@ from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.storage import open_folder, require_folder
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address
-from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.logs import log_start
 from sottovoce_rpc.principals import Role
@@ -124,8 +123,7 @@ class Relay(grpc.GenericRpcHandler):
     @property
     def _most(self) -> int:
         """Bytes of the longest message that passes: of a run of ours it is known how long they are."""
-        fields = self._capture.fields
-        return RoundCodec(fields).length + AROUND_BYTES if fields else MAX_MESSAGE
+        return self._capture.codec.length + AROUND_BYTES if self._capture.fields else MAX_MESSAGE
 
     async def open(self, listen: str) -> str:
         """Listen as the eavesdropper does; returns the address.

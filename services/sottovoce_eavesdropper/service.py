@@ -28,7 +28,6 @@ from sottovoce_rpc.metrics import Catalogue, Reading, Scraped, common, scraped
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import AROUND_BYTES, MOST_CALLS, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, require_run_id, run_named
-from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
@@ -121,18 +120,17 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
     ) -> eavesdropper_pb2.OpenCaptureResponse:
         """Begin a capture, with one relay or wiretap per route; or take up one that was left open."""
-        async with answering(context):
-            opener = self._caller(context)
-            require_run_id(request.run_id)
-            if request.resume:
-                recording = await self._captures.of_run(request.run_id)
-                recording.require_opener(opener)
-                await recording.lead(request.routes)
-                if request.spec:
-                    await recording.amend(_spec(request.spec))
-                return self._opened(recording)
-            spec = _spec(request.spec or "{}")
-            return self._opened(await self._captures.open(request, spec, opener))
+        opener = self._caller(context)
+        require_run_id(request.run_id)
+        if request.resume:
+            recording = await self._captures.of_run(request.run_id)
+            recording.require_opener(opener)
+            await recording.lead(request.routes)
+            if request.spec:
+                await recording.amend(_spec(request.spec))
+            return self._opened(recording)
+        spec = _spec(request.spec or "{}")
+        return self._opened(await self._captures.open(request, spec, opener))
 
     def _opened(self, recording: Recording) -> eavesdropper_pb2.OpenCaptureResponse:
         return eavesdropper_pb2.OpenCaptureResponse(
@@ -148,59 +146,55 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
     ) -> eavesdropper_pb2.CloseCaptureResponse:
         """End a capture; once closed, closing it again says what was captured."""
-        async with answering(context):
-            capture = self._captures.known(request.capture_id)
-            capture.require_opener(self._caller(context))
-            await capture.close(drain_s=_MIRROR_DRAIN_S)
-            return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
+        capture = self._captures.known(request.capture_id)
+        capture.require_opener(self._caller(context))
+        await capture.close(drain_s=_MIRROR_DRAIN_S)
+        return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
 
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
     ) -> eavesdropper_pb2.ListCapturesResponse:
         """The captures of this process, of one run or all."""
-        async with answering(context):
-            newest = dict(reversed(self._captures.recordings.items()))
-            run_id = run_named(request.run_id, (each.file.run_id for each in newest.values()))
-            wanted = {key: each.file for key, each in newest.items() if run_id in ("", each.file.run_id)}
-            files, following = page(wanted, request.page_size, request.page_token)
-            infos = [_info(each, ways=bool(request.run_id)) for each in files]
-            return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
+        newest = dict(reversed(self._captures.recordings.items()))
+        run_id = run_named(request.run_id, (each.file.run_id for each in newest.values()))
+        wanted = {key: each.file for key, each in newest.items() if run_id in ("", each.file.run_id)}
+        files, following = page(wanted, request.page_size, request.page_token)
+        infos = [_info(each, ways=bool(request.run_id)) for each in files]
+        return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
 
     async def ListSent(
         self, request: eavesdropper_pb2.ListSentRequest, context: Context
     ) -> eavesdropper_pb2.ListSentResponse:
         """How far learners were in captures of the caller, all that was recorded until now included."""
-        async with answering(context):
-            if request.run_id:
-                require_run_id(request.run_id)
-            try:
-                found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
-            except OSError as error:
-                raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
-            return eavesdropper_pb2.ListSentResponse(sent=[each.to_wire() for each in found])
+        if request.run_id:
+            require_run_id(request.run_id)
+        try:
+            found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
+        except OSError as error:
+            raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
+        return eavesdropper_pb2.ListSentResponse(sent=found)
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
     ) -> AsyncIterator[eavesdropper_pb2.StreamCaptureResponse]:
         """The files of a capture as they stand: first what it says of itself, then the parts, no fewer than that tells of."""
-        async with answering(context):
-            file = self._captures.known(request.capture_id).file
-            if not request.first_part:  # else whoever follows a capture asks every second
-                log.info("capture read", capture=file.capture_id, by=self._caller(context) or NO_ONE)
-            await file.settle()
-            for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.place, "capture.json")):
-                yield piece
-            for name in await asyncio.to_thread(file.place.names):
-                if part_number(name) >= max(request.first_part, 1):
-                    for piece in _pieces(name, await asyncio.to_thread(_read, file.place, name)):
-                        yield piece
+        file = self._captures.known(request.capture_id).file
+        if not request.first_part:  # else whoever follows a capture asks every second
+            log.info("capture read", capture=file.capture_id, by=self._caller(context) or NO_ONE)
+        await file.settle()
+        for piece in _pieces("capture.json", await asyncio.to_thread(_read, file.place, "capture.json")):
+            yield piece
+        for name in await asyncio.to_thread(file.place.names):
+            if part_number(name) >= max(request.first_part, 1):
+                for piece in _pieces(name, await asyncio.to_thread(_read, file.place, name)):
+                    yield piece
 
     async def Mirror(
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
     ) -> eavesdropper_pb2.MirrorResponse:
         """Copies from a learner: one row per receiver."""
         taken = 0
-        async with answering(context), contextlib.AsyncExitStack() as held:
+        with contextlib.ExitStack() as held:
             capture, caller = None, self.config.credentials.caller(context)
             held.enter_context(self._mirrors.stream(caller))
             async for request in requests:

@@ -7,7 +7,6 @@ object only when all of it has arrived. A plain path needs no fsspec.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sottovoce_core.errors import CaptureError
+from sottovoce_core.errors import CaptureError, SottovoceError
 from sottovoce_core.optional import import_extra
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
@@ -181,47 +180,16 @@ class RemoteFolder(Folder):
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        with _as_os_error():
-            file = self._files.open(f"{self._path}/{name}", "rb")
-        with file:
-            yield _Reading(file)
-
-
-class _Reading(io.RawIOBase):
-    """A file of a store: what its library raises while it is read is an `OSError`, too."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with _as_os_error():
-            return int(self._file.seek(offset, whence))
-
-    def read(self, size: int | None = -1) -> bytes:
-        with _as_os_error():
-            return bytes(self._file.read(-1 if size is None else size))
-
-    def readinto(self, buffer: Any) -> int:
-        read = self.read(len(buffer))
-        buffer[: len(read)] = read
-        return len(read)
+        with _as_os_error(), self._files.open(f"{self._path}/{name}", "rb") as file:
+            yield file
 
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What a store's own library raises (no credentials, no bucket) is an `OSError` to us."""
+    """What a store's own library raises (no credentials, no bucket), also while a file is read, is an `OSError` to us."""
     try:
         yield
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError, ImportError, SottovoceError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error

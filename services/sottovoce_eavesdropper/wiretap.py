@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from sottovoce_core.errors import Unavailable
+from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -118,7 +119,7 @@ class Wiretap:
         Raises:
             Unavailable: the address cannot be listened on.
         """
-        host, port = _host_and_port(listen)
+        host, port = place_of(listen, "an address of a wiretap", listen=True)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, *_, address = found[0]
@@ -170,7 +171,7 @@ class Wiretap:
                     both.create_task(ends.pump("back", far_reader, writer))
                 async with asyncio.timeout(_PATIENCE_S):
                     await _left(writers)
-        except* (OSError, TimeoutError, ValueError) as errors:  # reset, nobody there, or no address yet
+        except* (OSError, TimeoutError, SpecError) as errors:  # reset, nobody there, or no address yet
             log.debug("connection cut", edge=(self._route.caller, self._route.callee), reason=str(first_of(errors)))
         finally:
             ends.close()
@@ -226,26 +227,16 @@ class _Ends:
         self.capture.add(Row(caller, callee, sender, direction, kind, 0, self.number, "", now, mono, size, b""))
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`.
-
-    Raises:
-        ValueError: there is no port, or no address at all yet.
-    """
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 async def _dial(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to whoever accepts.
 
     Raises:
         OSError: nobody is there.
-        ValueError: it is not known yet where that is.
+        SpecError: it is not known yet where that is.
     """
     if target.startswith("unix:"):
         return await asyncio.open_unix_connection(target.removeprefix("unix:"), limit=_READ)
-    reader, writer = await asyncio.open_connection(*_host_and_port(target), limit=_READ)
+    reader, writer = await asyncio.open_connection(*place_of(target, "the address of a learner"), limit=_READ)
     _keep_alive(writer)
     return reader, writer
 

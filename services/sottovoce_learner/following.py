@@ -20,7 +20,7 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
-from sottovoce_rpc.learner_status import LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.learner_status import LearnerStatus, Waiting
 from sottovoce_rpc.server import HELLO_S, channel, reach
 from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import beside, if_long
@@ -51,13 +51,13 @@ class Report:
     status: LearnerStatus
     waiting: Waiting | None
     attempt: int
-    misconduct: tuple[Misconduct, ...]
+    misconduct: tuple[coordinator_pb2.Misconduct, ...]
 
     def to_wire(self) -> coordinator_pb2.Event:
         """As a message."""
         waits = None if self.waiting is None else self.waiting.to_wire()
         report = coordinator_pb2.Report(status=self.status.to_wire(), waiting=waits, attempt=self.attempt)
-        report.misconduct.extend(each.to_wire() for each in self.misconduct)
+        report.misconduct.extend(self.misconduct)
         return coordinator_pb2.Event(report=report)
 
 
@@ -253,14 +253,14 @@ class Following:
         )
         await call.write(pb.Event(introduction=introduction))
         told = await _answer(call)
-        if isinstance(told, directives.Issued) and not self._confirmed:
+        if isinstance(told, pb.Issued) and not self._confirmed:
             try:
                 self.identity = own.issued(told.incarnation, self._config.state_folder)
             except OSError as error:
                 raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
             await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
             told = await _answer(call)
-        if told != directives.Confirmed(self.identity.incarnation):
+        if told != pb.Confirmed(incarnation=self.identity.incarnation):
             raise RemoteProtocolError(
                 f"the coordinator must confirm incarnation {self.identity.incarnation}, got {told}"
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from sottovoce_learner.memory import Books
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.learner_status import RULES, LearnerStatus
 from sottovoce_rpc.metrics import Catalogue, Reading
 
 CATALOGUE = Catalogue("sottovoce_learner")
@@ -108,7 +108,7 @@ def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror 
     yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in met.values()), name)
     yield _RECONNECTS.of(sum(max(link.streams - 1, 0) for link in links), name, "neighbour")
     yield _BROKEN.of(status.rules_broken, name)
-    for rule, count in Counter(each.rule.name.lower() for each in session.hearing.misconduct).items():
+    for rule, count in Counter(RULES[each.rule].name.lower() for each in session.hearing.misconduct).items():
         yield _MISCONDUCT.of(count, name, rule)
 
 

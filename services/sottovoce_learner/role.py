@@ -9,8 +9,8 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.sharing import document_of, spec_of
 from sottovoce_learner.storage.state_folder import Identity
-from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.specs import require_run_id
+from sottovoce_wire.v1.coordinator_pb2 import Assignment
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,15 @@ from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim
 from sottovoce_learner.storage.store import end_run
 from sottovoce_learner.storage.verify import Ledger, stand, under_way
 from sottovoce_learner.tracing import Tracing
-from sottovoce_rpc import directives, principals
+from sottovoce_rpc import principals
 from sottovoce_rpc.access import Refusals
-from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop
+from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, tell_if_open
 from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
 from sottovoce_rpc.server import Service, serve_until_stopped, start_server
 from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, Stop, TopologyEpoch
 
 log = structlog.get_logger()
 
@@ -255,14 +256,14 @@ class Learner:
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
-            case directives.Assignment() if session is None or self._anew(run_id, told):
+            case Assignment() if session is None or self._anew(run_id, told):
                 # Else it is said again after a reconnect.
                 await self._prepare(run_id, told)
-            case Epoch() if session is not None:
+            case TopologyEpoch() if session is not None:
                 self._meet(session, told)
             case Grant() if session is not None:
                 session.grant(told)
-            case Stop(reason, over):
+            case Stop(reason=reason, over=over):
                 log.info("told to stop", learner=self.config.name, run_id=run_id, reason=reason, over=over)
                 self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
@@ -276,7 +277,7 @@ class Learner:
 
         Also in the same attempt, where a coordinator that did not know the run has ended it here, and knows it by now.
         """
-        return isinstance(told, directives.Assignment) and (told.attempt > self._attempt or run_id == self._stopped)
+        return isinstance(told, Assignment) and (told.attempt > self._attempt or run_id == self._stopped)
 
     def _require_one_name(self) -> None:
         """A learner is called with and without its own trust domain: a ledger by the other name would not count.
@@ -298,7 +299,7 @@ class Learner:
         session = self._session
         return session if session is not None and session.role.run_id == run_id else None
 
-    async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
+    async def _prepare(self, run_id: str, told: Assignment) -> None:
         await self._end_run()
         if self._claim is not None:
             self._claim.require_in_place()
@@ -306,7 +307,11 @@ class Learner:
         role = role_of(run_id, told, self._following.identity, self.config)
         Ledger(self.config.state_folder).require_known(role.name, told.earlier)
         to = accepted(self.config.policy.eavesdroppers)
-        mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials, to) if told.mirror else None
+        mirror = (
+            Mirror(run_id, told.index, told.mirror_address, self.config.credentials, to)
+            if told.mirror_address
+            else None
+        )
         if (before := self._of_run(run_id)) is not None:
             before.life.replace()
         self._session = self._make(
@@ -337,7 +342,7 @@ class Learner:
                 raise SpecError(f"recorded noise of field {name!r} must cover {own}, got that of {of} learners")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
-    def _meet(self, session: Session, epoch: Epoch) -> None:
+    def _meet(self, session: Session, epoch: TopologyEpoch) -> None:
         begun = session.plan.announced > 0
         session.plan.announce(
             epoch.first_round,

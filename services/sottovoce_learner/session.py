@@ -26,10 +26,10 @@ from sottovoce_learner.parts import build_parts
 from sottovoce_learner.progress import Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
-from sottovoce_rpc.directives import Grant
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
 from sottovoce_rpc.tasks import beside
+from sottovoce_wire.v1.coordinator_pb2 import Grant
 
 log = structlog.get_logger()
 

@@ -48,10 +48,13 @@ STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Decode = Callable[[bytes], Any]
+_WITH_RECORDS = frozenset({f"{_LEARNER}/Predict"})
+"""Single requests that may be as long as any message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class _Rule:
     """Who may call a method.
 
     Attributes:
@@ -65,15 +68,15 @@ class Rule:
     foreign: str = ""
 
 
-def _rule(*roles: Role, condition: str = "", foreign: str = "") -> Rule:
-    return Rule(frozenset(roles), condition, foreign)
+def _rule(*roles: Role, condition: str = "", foreign: str = "") -> _Rule:
+    return _Rule(frozenset(roles), condition, foreign)
 
 
 _ANY = tuple(role for role in Role if role is not Role.MONITOR)
 _RUNS = _rule(Role.OPERATOR)
 _NAMED = "who is named with its domain"
 _OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)", foreign=_NAMED)
-ACCESS: Mapping[str, Rule] = {
+ACCESS: Mapping[str, _Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
         Role.EAVESDROPPER,
@@ -132,7 +135,7 @@ class Refusals:
             log.warning("call refused", **facts, refused=refused)
 
 
-class Turns:
+class _Turns:
     """Limits the memory of messages that a server has not read yet.
 
     Once a call has asked for a message, gRPC holds the whole of it before it hands it over. So a call asks only in its turn, and
@@ -226,22 +229,35 @@ class StreamLimit:
                 del self._open[whom]
 
 
+class _Counted(StrangerError):
+    """A refusal that the table has made, and counted."""
+
+
 class Access(grpc.aio.ServerInterceptor):
     """Holds a server to the table. What is not in it, nobody may call.
 
-    Nothing of a call is read before it is known that its caller may make it.
+    Nothing of a call is read before it is known that its caller may make it. Single requests are decoded here, in gRPC's
+    place, which answers UNKNOWN, with the text of an exception, and logs a traceback. Messages of a stream are decoded where
+    they are asked for, and refused there (`answering`).
 
     Args:
         credentials: of the server, which know the callers.
         refused: counts calls that are (default: those of this server alone).
         max_message: bytes of the longest message of this server; None: its calls read without turns.
+        max_request: bytes of a single request without records: decoded, it may take ten times as much memory.
     """
 
     def __init__(
-        self, credentials: Credentials, refused: Refusals | None = None, max_message: int | None = None
+        self,
+        credentials: Credentials,
+        refused: Refusals | None = None,
+        *,
+        max_message: int | None = None,
+        max_request: int = MAX_UNREAD_BYTES,
     ) -> None:
         self.refused, self._credentials = refused or Refusals(), credentials
-        self._turns = None if max_message is None else Turns(max_message)
+        self._turns = None if max_message is None else _Turns(max_message)
+        self._max_request = max_request
 
     def require(self, method: str, context: Context) -> Principal | None:
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
@@ -253,15 +269,15 @@ class Access(grpc.aio.ServerInterceptor):
             caller = self._credentials.caller(context)
         except StrangerError as error:
             self.refused.note(STRANGER, method=method, caller=str(error), peer=context.peer())
-            raise StrangerError(NOT_BELIEVED) from None
+            raise _Counted(NOT_BELIEVED) from None
         if caller is not None:
             rule = ACCESS.get(method)
             if rule is None or caller.role not in rule.roles:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
-                raise StrangerError(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
+                raise _Counted(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
             if caller.is_foreign and not rule.foreign:
                 self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
-                raise StrangerError(
+                raise _Counted(
                     f"{caller} may not call {method.rsplit('/', 1)[-1]}, for it is of another trust domain than this service"
                 )
         return caller
@@ -276,6 +292,7 @@ class Access(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method, single = handler_call_details.method, not handler.request_streaming
+        decode = handler.request_deserializer if single else None
         # A single request is read as a stream of one: else gRPC would read it before anybody has looked at its caller.
         make = (
             grpc.stream_stream_rpc_method_handler
@@ -283,14 +300,11 @@ class Access(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         own = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        if inspect.isasyncgenfunction(own):
-            held: Callable[..., Any] = self._generated(method, own, single)
-        else:
-            held = self._awaited(method, own, single, watched=not single or handler.response_streaming)
-        return make(held, handler.request_deserializer, handler.response_serializer)
+        held = self._held(method, own, decode, watched=not single or handler.response_streaming)
+        return make(held, None if single else handler.request_deserializer, handler.response_serializer)
 
-    def _awaited(
-        self, method: str, own: Callable[..., Awaitable[Any]], single: bool, *, watched: bool
+    def _held(
+        self, method: str, own: Callable[..., Any], decode: _Decode | None, *, watched: bool
     ) -> Callable[..., Awaitable[Any]]:
         async def answer(_: object, context: Context) -> Any:
             held: list[Any] = [_Requests(context)]
@@ -298,7 +312,14 @@ class Access(grpc.aio.ServerInterceptor):
                 async with answering(context):
                     caller = self.require(method, context)
                     with self._counted(method, caller, context):
-                        async with self._read(method, caller, held, single):
+                        async with self._read(method, caller, held, decode):
+                            if inspect.isasyncgenfunction(own):
+                                async with contextlib.aclosing(own(held.pop(), context)) as answers:
+                                    async for each in answers:
+                                        if caller is not None:
+                                            self.require(method, context)
+                                        await context.write(each)
+                                return None
                             if not watched or caller is None:
                                 return await own(held.pop(), context)
                             async with beside(self._still(method, context)):
@@ -306,34 +327,21 @@ class Access(grpc.aio.ServerInterceptor):
 
         return answer
 
-    def _generated(
-        self, method: str, own: Callable[..., AsyncIterator[Any]], single: bool
-    ) -> Callable[..., AsyncIterator[Any]]:
-        async def answers(_: object, context: Context) -> AsyncIterator[Any]:
-            held: list[Any] = [_Requests(context)]
-            with _forgotten():
-                async with answering(context):
-                    caller = self.require(method, context)
-                    with self._counted(method, caller, context):
-                        async with self._read(method, caller, held, single):
-                            async for each in own(held.pop(), context):
-                                if caller is not None:
-                                    self.require(method, context)
-                                yield each
-
-        return answers
-
     @contextlib.asynccontextmanager
-    async def _read(self, method: str, caller: Principal | None, held: list[Any], single: bool) -> AsyncIterator[None]:
-        """Put the one request of a call, read in its turn, in the place of its stream; or give the stream a turn."""
+    async def _read(
+        self, method: str, caller: Principal | None, held: list[Any], decode: _Decode | None
+    ) -> AsyncIterator[None]:
+        """Put the one request of a call, read in its turn, in the place of its stream; no `decode`: give the stream a turn."""
         if self._turns is None:
-            if single:
-                held[0] = await _only(held[0])
             yield
             return
         async with self._turns.turn(method, caller) as turn:
-            if single:
-                held[0] = await _only(held[0])
+            if decode is not None:
+                raw = await _only(held[0])
+                if len(raw) > self._max_request and method not in _WITH_RECORDS:
+                    raise RemoteProtocolError(f"a request must have at most {self._max_request} bytes, got {len(raw)}")
+                held[0] = decode(raw)
+                del raw  # the request has its own copy
                 turn.give_back()
             else:
                 _TURN.set(turn)
@@ -344,8 +352,9 @@ class Access(grpc.aio.ServerInterceptor):
         """Count a call to which the service that answers it says no."""
         try:
             yield
-        except grpc.aio.AbortError:
-            if context.code() in _DENIED:
+        except (grpc.aio.AbortError, StrangerError) as error:
+            denied = context.code() in _DENIED if isinstance(error, grpc.aio.AbortError) else True
+            if denied and not isinstance(error, _Counted):
                 self.refused.note(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
             raise
 

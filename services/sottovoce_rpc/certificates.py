@@ -44,7 +44,7 @@ def certificates_in(raw: bytes, name: str) -> list[x509.Certificate]:
         raise NotReady(f"{name} must hold certificates in PEM, got none, or one that cannot be read") from None
 
 
-def key_in(raw: bytes) -> PrivateKeyTypes:
+def key_in(raw: bytes, name: str = KEY) -> PrivateKeyTypes:
     """The key of a file.
 
     Raises:
@@ -54,10 +54,10 @@ def key_in(raw: bytes) -> PrivateKeyTypes:
         return load_pem_private_key(raw, None)
     except TypeError:
         raise NotReady(
-            f"{KEY} must not be encrypted, for nobody is there to be asked: `openssl pkey -in {KEY} -out plain.key`, chmod 600"
+            f"{name} must not be encrypted, for nobody is there to be asked: `openssl pkey -in {name} -out plain.key`, chmod 600"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise NotReady(f"{KEY} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
+        raise NotReady(f"{name} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
 
 
 def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Principal:
@@ -164,6 +164,11 @@ def named(certificate: x509.Certificate) -> Principal | None:
     """Whom a certificate names; None: nobody, or more than one."""
     uris = _uris(certificate)
     return Principal.from_uri(uris[0]) if len(uris) == 1 else None
+
+
+def number_of(certificate: x509.Certificate) -> tuple[bytes, int]:
+    """Issuer and serial number, by which lists of what was revoked name a certificate."""
+    return certificate.issuer.public_bytes(), certificate.serial_number
 
 
 def domain_of(authority: x509.Certificate) -> str:

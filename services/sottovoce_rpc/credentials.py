@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import ssl
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -43,6 +43,7 @@ from sottovoce_rpc.certificates import (
     key_in,
     leads_to,
     named,
+    number_of,
     require_fit,
     revoked_in,
 )
@@ -56,11 +57,9 @@ SOON = timedelta(days=14)
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class Identity:
     """What stands in the files of a folder, at one time."""
 
     folder: Path
@@ -76,8 +75,13 @@ class _Loaded:
     expires: datetime
     revoked: Mapping[str, frozenset[tuple[bytes, int]]]
     """By trust domain: issuers and serial numbers."""
-    rooted: bool
-    """Whether the chain leads to an authority of its own domain."""
+    is_rooted: bool
+    """Whether the chain leads to an authority of its own domain that this process itself believes."""
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the certificate, or one between it and its authority, is revoked by the list that this process itself has."""
+        return not self.revoked.get(self.principal.domain, frozenset()).isdisjoint(_numbers(self.chain))
 
     def bundle(self, domain: str) -> bytes:
         """The authorities of a trust domain.
@@ -104,7 +108,7 @@ class Credentials:
 
     folder: Path | None = None
     insecure: bool = False
-    _loaded: _Loaded | None = field(default=None, init=False)
+    _loaded: Identity | None = field(default=None, init=False)
     _seen: tuple[object, ...] = field(default=(), init=False)
     _serving: WeakKeyDictionary[object, str] = field(default_factory=WeakKeyDictionary, init=False, compare=False)
 
@@ -149,37 +153,13 @@ class Credentials:
         """
         return None if self.folder is None else self._current().expires
 
-    @property
-    def rooted(self) -> bool:
-        """Whether the certificate is of an authority of its domain that this process itself believes; true without one.
+    def identity(self) -> Identity | None:
+        """All that the files say; None: this process has no identity.
 
         Raises:
             NotReady: its files cannot be used.
         """
-        return self.folder is None or self._current().rooted
-
-    @property
-    def revoked(self) -> bool:
-        """Whether the certificate, or one between it and its authority, is revoked by the list that this process itself has.
-
-        Raises:
-            NotReady: its files cannot be used.
-        """
-        if self.folder is None:
-            return False
-        now = self._current()
-        return not now.revoked.get(now.principal.domain, frozenset()).isdisjoint(_numbers(now.chain))
-
-    @property
-    def domains(self) -> Mapping[str, int]:
-        """The number of authorities that are believed, by the trust domain that they speak for; "": for none.
-
-        Raises:
-            NotReady: its files cannot be used.
-        """
-        return (
-            {} if self.folder is None else {name: pem.count(b"BEGIN") for name, pem in self._current().bundles.items()}
-        )
+        return None if self.folder is None else self._current()
 
     # ---- speaking -----------------------------------------------------------------------------------------
 
@@ -228,19 +208,19 @@ class Credentials:
             SpecError: others can reach it there, and there is no identity.
             NotReady: the files of the identity cannot be used.
         """
-        shown = self._shown(listen, _configuration)
-        if shown is None:
+        if self.folder is None:
+            self._require_here(listen)
             return None
-        served = shown()
+        shown = self._current()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             """Asked for before each handshake, in a thread of gRPC's; None: as before."""
-            nonlocal served
-            before, served = served, shown()
-            return None if served is before else served
+            nonlocal shown
+            before, shown = shown, self._current()
+            return None if shown is before else _configuration(shown)
 
         return grpc.dynamic_ssl_server_credentials(
-            served,
+            _configuration(shown),
             renewed,  # type: ignore[arg-type] # the stubs do not know that None means unchanged
             require_client_authentication=True,
         )
@@ -262,14 +242,19 @@ class Credentials:
             SpecError: others can reach it there, and there is no identity.
             NotReady: the files of the identity cannot be used.
         """
-        shown = self._shown(listen, _https)
-        if shown is None:
+        if self.folder is None:
+            self._require_here(listen)
             return None
-        first = shown()
+        shown = self._current()
+        first = latest = _https(shown)
 
         def renewed(tls: ssl.SSLObject, *_: object) -> None:
             """Asked at the beginning of each handshake."""
-            tls.context = shown()
+            nonlocal shown, latest
+            if (now := self._current()) is not shown:
+                with contextlib.suppress(OSError):  # they are just being written: the next one asks again
+                    latest, shown = _https(now), now
+            tls.context = latest
 
         first.sni_callback = renewed
         return first
@@ -281,28 +266,6 @@ class Credentials:
             NotReady: the files of the identity cannot be used.
         """
         return None if self.folder is None else _https(self._current(), ssl.PROTOCOL_TLS_CLIENT)
-
-    def _shown(self, listen: str, made: Callable[[_Loaded], T]) -> Callable[[], T] | None:
-        """What a server shows whoever calls, made anew where the files have changed; None: it speaks in the clear.
-
-        Raises:
-            SpecError: others can reach it there, and there is no identity.
-            NotReady: the files of the identity cannot be used.
-        """
-        if self.folder is None:
-            self._require_here(listen)
-            return None
-        loaded = self._current()
-        latest = made(loaded)
-
-        def shown() -> T:
-            nonlocal loaded, latest
-            if (now := self._current()) is not loaded:
-                with contextlib.suppress(OSError):  # they are just being written: the next one asks again
-                    latest, loaded = made(now), now
-            return latest
-
-        return shown
 
     def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
         """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
@@ -373,7 +336,7 @@ class Credentials:
 
     # ---- files --------------------------------------------------------------------------------------------
 
-    def _current(self) -> _Loaded:
+    def _current(self) -> Identity:
         """What the files say now; while they cannot be used, what they said before.
 
         Raises:
@@ -411,7 +374,7 @@ def _stamp(folder: Path) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _load(folder: Path) -> _Loaded:
+def _load(folder: Path) -> Identity:
     """Read what stands in a folder.
 
     Raises:
@@ -447,7 +410,7 @@ def _load(folder: Path) -> _Loaded:
     else:
         whole = {name: b"".join(each.public_bytes(Encoding.PEM) for each in roots) for name, roots in bundles.items()}
     ends = own.not_valid_after_utc
-    return _Loaded(folder, chain, key, signing, authorities, whole, principal, ends, revoked, rooted)
+    return Identity(folder, chain, key, signing, authorities, whole, principal, ends, revoked, rooted)
 
 
 def _read(path: Path) -> bytes:
@@ -466,7 +429,7 @@ def _require_private(path: Path) -> None:
         )
 
 
-def _known(now: _Loaded, found: x509.Certificate, chain: bytes) -> Principal:
+def _known(now: Identity, found: x509.Certificate, chain: bytes) -> Principal:
     """Whom a certificate names, as this process calls it; whose authority it is of is not looked at.
 
     Raises:
@@ -477,7 +440,7 @@ def _known(now: _Loaded, found: x509.Certificate, chain: bytes) -> Principal:
     if principal is None or principal.domain not in now.bundles:
         raise StrangerError("a certificate that names nobody of this deployment")
     revoked = now.revoked.get(principal.domain, frozenset())
-    if revoked and not revoked.isdisjoint({_numbered(found), *_numbers(chain)}):
+    if revoked and not revoked.isdisjoint({number_of(found), *_numbers(chain)}):
         raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
     if found.not_valid_after_utc < datetime.now(UTC):
         raise Unavailable("the certificate that this connection began with has ended: connect again, with a new one")
@@ -497,10 +460,6 @@ def _parsed(certificate: bytes) -> x509.Certificate:
         raise StrangerError("no certificate") from None
 
 
-def _numbered(certificate: x509.Certificate) -> tuple[bytes, int]:
-    return certificate.issuer.public_bytes(), certificate.serial_number
-
-
 @lru_cache(maxsize=4_096)
 def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
     """Of certificates that a handshake has shown, by which lists of what was revoked name them.
@@ -509,16 +468,16 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
         StrangerError: one cannot be read.
     """
     try:
-        return frozenset(map(_numbered, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
+        return frozenset(map(number_of, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
     except ValueError:
         raise StrangerError("a chain of certificates that cannot be read") from None
 
 
-def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+def _configuration(loaded: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.authorities)
 
 
-def _https(loaded: _Loaded, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+def _https(loaded: Identity, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
     """Raises `OSError` where the files are no longer those that were loaded."""
     context = ssl.SSLContext(protocol)
     context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False

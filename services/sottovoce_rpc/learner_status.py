@@ -1,8 +1,8 @@
-"""Reports of a learner as values of ours: `LearnerStatus` to operators; to its coordinator `Wait` and `Misconduct`."""
+"""Reports of a learner: `LearnerStatus` and `Waiting` as values of ours; misconduct of its neighbours in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from sottovoce_core.errors import Rule
 from sottovoce_core.text import plain
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Misconduct
 
 LONGEST_DETAIL = 4096
 """Characters of what a status says in words."""
@@ -150,7 +151,8 @@ class Waiting:
 # ---- rules that its neighbours broke ---------------------------------------------------------------------------------
 
 
-_RULES = {coordinator_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+RULES = {coordinator_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+"""Rules that are known here, by their number on the wire."""
 
 
 class KnownBy(Enum):
@@ -167,68 +169,28 @@ class KnownBy(Enum):
 _KNOWN_BY = {each.value: each for each in KnownBy}
 
 
-@dataclass(frozen=True, slots=True)
-class Misconduct:
-    """A neighbour broke a rule. It holds nothing that came from there: no text, and no number.
+def known_by(said: Misconduct) -> KnownBy:
+    """How sure it is that it was the neighbour; where that is unknown here, it may have been a stranger."""
+    return _KNOWN_BY.get(said.known_by, KnownBy.NAME)
 
-    Attributes:
-        learner: index of the neighbour.
-        round: that was due from it.
-        rule: the first that it broke.
-        known_by: how sure it is that it was the neighbour.
+
+def misconduct_in_words(said: Misconduct, names: Sequence[str]) -> str:
+    """Misconduct in a run as people read it. It quotes nothing that came from the neighbour: no text, and no number.
+
+    Args:
+        said: of a rule that is known here.
+        names: of the run's learners.
     """
-
-    learner: int
-    round: int
-    rule: Rule
-    known_by: KnownBy
-
-    @property
-    def attributed(self) -> bool:
-        """Was it the neighbour, or whoever the run put in between? Else it may have been a stranger."""
-        return self.known_by is not KnownBy.NAME
-
-    def to_wire(self, noticed_by: int | None = None) -> coordinator_pb2.Misconduct:
-        """As a message; of a run, with the index of who noticed it."""
-        rule, known_by = coordinator_pb2.Rule.Value(f"RULE_{self.rule.name}"), self.known_by.value
-        return coordinator_pb2.Misconduct(
-            learner=self.learner, round=self.round, rule=rule, known_by=known_by, noticed_by=noticed_by
-        )
-
-    @classmethod
-    def from_wire(cls, said: coordinator_pb2.Misconduct) -> Misconduct | None:
-        """Read a message; None: of a rule that is unknown here."""
-        rule = _RULES.get(said.rule)
-        known_by = _KNOWN_BY.get(said.known_by, KnownBy.NAME)
-        return None if rule is None else cls(said.learner, said.round, rule, known_by)
-
-    def in_words(self, whom: str, noticed_by: str) -> str:
-        """As people read it.
-
-        Args:
-            whom: name of the neighbour.
-            noticed_by: name of who noticed it.
-        """
-        who = {
-            KnownBy.NAME: f"somebody in the clear under the name of {whom}",
-            KnownBy.CERTIFICATE: whom,
-            KnownBy.RELAY: f"{whom}, or the relay in between,",
-        }[self.known_by]
-        return f"{who} said {self.rule.value} when round {self.round} was due, as {noticed_by} noticed"
-
-
-def noticed_in(told: Iterable[coordinator_pb2.Misconduct]) -> tuple[Misconduct, ...]:
-    """What is known here of what was told."""
-    return tuple(each for each in map(Misconduct.from_wire, told) if each is not None)
-
-
-def noticed_of(run: coordinator_pb2.Run) -> dict[tuple[int, int], Misconduct]:
-    """What learners of a run noticed: by who noticed it, and who did it."""
-    found = ((said.noticed_by, Misconduct.from_wire(said)) for said in run.misconduct)
-    return {(by, each.learner): each for by, each in found if each is not None}
+    whom, noticed_by = names[said.learner], names[said.noticed_by]
+    who = {
+        KnownBy.NAME: f"somebody in the clear under the name of {whom}",
+        KnownBy.CERTIFICATE: whom,
+        KnownBy.RELAY: f"{whom}, or the relay in between,",
+    }[known_by(said)]
+    return f"{who} said {RULES[said.rule].value} when round {said.round} was due, as {noticed_by} noticed"
 
 
 def misconduct_lines(run: coordinator_pb2.Run) -> tuple[str, ...]:
-    """The same, as people read it."""
+    """All misconduct that is known of a run, as people read it."""
     names = [each.status.learner for each in run.learners]
-    return tuple(each.in_words(names[whom], names[by]) for (by, whom), each in noticed_of(run).items())
+    return tuple(misconduct_in_words(each, names) for each in run.misconduct if each.rule in RULES)

@@ -28,7 +28,10 @@ from sottovoce_core.text import plain
 log = structlog.get_logger()
 
 _OURS = frozenset(
-    {f"sottovoce{house}" for house in ("", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")}
+    {
+        f"sottovoce{house}"
+        for house in ("", "_core", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")
+    }
 )
 """Packages of this project; somebody else's may begin with the same word."""
 IN_THE_LOG = "the learner's log has it"

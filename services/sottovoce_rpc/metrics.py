@@ -37,13 +37,13 @@ EXTRA = "metrics"
 class Reading(NamedTuple):
     """What a metric is now, of what its labels name."""
 
-    metric: Metric
+    metric: _Metric
     labels: tuple[str, ...]
     value: float
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class _Metric:
     """Something that is counted or measured.
 
     Attributes:
@@ -70,11 +70,11 @@ class Catalogue:
     """
 
     prefix: str
-    metrics: list[Metric] = field(default_factory=list)
+    metrics: list[_Metric] = field(default_factory=list)
 
-    def add(self, name: str, text: str, *labels: str) -> Metric:
+    def add(self, name: str, text: str, *labels: str) -> _Metric:
         """One more."""
-        self.metrics.append(Metric(f"{self.prefix}_{name}", text, labels))
+        self.metrics.append(_Metric(f"{self.prefix}_{name}", text, labels))
         return self.metrics[-1]
 
 
@@ -127,7 +127,7 @@ class Exposition:
         SpecError: prometheus_client is not installed.
     """
 
-    def __init__(self, metrics: Sequence[Metric], *, process: bool) -> None:
+    def __init__(self, metrics: Sequence[_Metric], *, process: bool) -> None:
         client, self._exposition, self._core = (
             import_extra(name, "prometheus_client", "--metrics", EXTRA)
             for name in ("prometheus_client", "prometheus_client.exposition", "prometheus_client.core")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +22,13 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sottovoce_core.errors import RemoteProtocolError, SpecError, Unavailable
+from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address, served
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.logs import tell_no_texts
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.status import answering, handshake, nobody
+from sottovoce_rpc.status import handshake, nobody
 from sottovoce_rpc.tasks import Tasks, beside, drained
 
 log = structlog.get_logger()
@@ -188,9 +187,9 @@ async def start_server(
         Unavailable: the address cannot be listened on.
     """
     secured = credentials.of_server(require_address(listen, "--listen", listen=True))
-    interceptors = [access := Access(credentials, max_message=max_message), _Decoding(MAX_CONTROL)]
+    access = Access(credentials, max_message=max_message, max_request=MAX_CONTROL)
     server = grpc.aio.server(
-        interceptors=interceptors, options=limited(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MOST_CALLS
+        interceptors=[access], options=limited(SERVER_OPTIONS, max_message), maximum_concurrent_rpcs=MOST_CALLS
     )
     add(server)
     checks = health.aio.HealthServicer()
@@ -312,73 +311,3 @@ def page(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
     first = ids.index(token) + 1 if token else 0
     last = first + min(size or USUAL_PAGE, LONGEST_PAGE)
     return [items[each] for each in ids[first:last]], ids[last - 1] if last < len(ids) else ""
-
-
-# ---- requests that cannot be read ------------------------------------------------------------------------------------
-
-
-_WITH_RECORDS = frozenset({"/sottovoce_wire.v1.Learner/Predict"})
-"""Single requests that may be as long as any message."""
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class _Decoding(grpc.aio.ServerInterceptor):
-    """Reads single requests in gRPC's place, which answers UNKNOWN, with the text of an exception, and logs a traceback.
-
-    Messages of a stream are read where they are asked for, and refused there (`answering`).
-
-    Args:
-        longest: bytes of a request without records: read, it may take ten times as much memory.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a method, which gets the message that the bytes are."""
-        found = await continuation(handler_call_details)
-        handler: Any = found
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return found
-        longest = None if handler_call_details.method in _WITH_RECORDS else self._longest
-        decode = _within(longest, handler.request_deserializer)
-        if not handler.response_streaming:
-
-            async def answer(raw: bytes, context: _Context) -> Any:
-                request = await _decoded(decode, raw, context)
-                del raw  # the request has its own copy
-                return await handler.unary_unary(request, context)
-
-            return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
-
-        if inspect.isasyncgenfunction(handler.unary_stream):
-
-            async def answers(raw: bytes, context: _Context) -> AsyncIterator[Any]:
-                async for each in handler.unary_stream(await _decoded(decode, raw, context), context):
-                    yield each
-
-            return grpc.unary_stream_rpc_method_handler(answers, None, handler.response_serializer)
-
-        async def written(raw: bytes, context: _Context) -> None:
-            await handler.unary_stream(await _decoded(decode, raw, context), context)
-
-        return grpc.unary_stream_rpc_method_handler(written, None, handler.response_serializer)
-
-
-async def _decoded(decode: Callable[[bytes], Any], raw: bytes, context: _Context) -> Any:
-    async with answering(context):
-        return decode(raw)
-
-
-def _within(longest: int | None, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def bounded(raw: bytes) -> Any:
-        if longest is not None and len(raw) > longest:
-            raise RemoteProtocolError(f"a request must have at most {longest} bytes, got {len(raw)}")
-        return decode(raw)
-
-    return bounded

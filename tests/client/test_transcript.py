@@ -98,22 +98,12 @@ def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
     assert "2 captures" in listed and "closed" in listed
 
 
-def test_captures_with_and_without_marks_are_one_table(tmp_path: Path) -> None:
-    """Of an older capture nothing is marked."""
+def test_what_was_said_again_is_marked(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     rows = [*conversation(4), row(frame(3, 0), 0, 1, stream=2)]
-    for name in ("new", "old"):
-        capture(tmp_path / name, rows, spec=spec, n_features=3)
-    part = tmp_path / "old" / "part-000001.parquet"
-    pq.write_table(pq.read_table(part).drop_columns(["again"]), part)
-    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (again), bool_and(again IS NOT NULL) FROM messages") == [
-        ["18", "1", "True"]
-    ]
+    capture(tmp_path / "new", rows, spec=spec, n_features=3)
+    assert asked(tmp_path, "SELECT count(*), count(*) FILTER (again) FROM messages") == [["9", "1"]]
     assert "9 messages (1 of them said again), " in shown(tmp_path / "new")
-    assert "9 messages, " in shown(tmp_path / "old")
-    duckdb = pytest.importorskip("duckdb")
-    files = duckdb.read_parquet(f"{tmp_path}/*/part-*.parquet", union_by_name=True)
-    assert (len(files), len(files.filter("again"))) == (18, 1)
 
 
 def test_a_capture_anywhere(tmp_path: Path) -> None:

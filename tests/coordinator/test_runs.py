@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from sottovoce_coordinator.courses import Course
-from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState
 from sottovoce_core.errors import Rule
 from sottovoce_core.network.graphs import _Edges
 from sottovoce_core.network.weights import digest_of
 from sottovoce_core.running.run import build_run
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
-from sottovoce_rpc.learner_status import Cause, KnownBy, LearnerState, LearnerStatus, Misconduct, Waiting
+from sottovoce_rpc.learner_status import RULES, Cause, KnownBy, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, TopologyEpoch
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -59,22 +59,9 @@ def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
     told = held.assignment(1)
     spec = spec_from_wire(told.spec, imports=False)
 
-    assert (told.index, told.n_features, told.mirror) == (1, 3, "mirror:9")
+    assert (told.index, told.n_features, told.mirror_address) == (1, 3, "mirror:9")
     assert spec.topology.graph == _Edges(kind="edges", edges=((0, 1), (1, 2)))
     assert spec.model_copy(update={"topology": held.run.spec.topology}) == held.run.spec
-
-
-def told_in(directives: list[Directive]) -> list[tuple[int, dict[int, float], list[int]]]:
-    """The epochs: first round, weights by index, and who is told."""
-    epochs = [directive for directive in directives if isinstance(directive, Epoch)]
-    return [
-        (
-            epoch.first_round,
-            {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
-            [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
-        )
-        for epoch in epochs
-    ]
 
 
 def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
@@ -84,24 +71,26 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     assignment, epoch, grant = held.briefing(1)
 
     assert isinstance(assignment, Assignment)
-    told = (Neighbour(0, "a", "a:1", weight[0], True), Neighbour(2, "c", "relay:7", weight[2], True, True))
-    assert epoch == Epoch(0, told)
-    assert grant == Grant(0)
+    told = (
+        Neighbour(index=0, name="a", address="a:1", weight=weight[0], told=True),
+        Neighbour(index=2, name="c", address="relay:7", weight=weight[2], told=True, relayed=True),
+    )
+    assert epoch == TopologyEpoch(neighbours=told)
+    assert grant == Grant()
 
 
 def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
     held = book(capture="wiretap")
     held.overhearing = Overhearing(relays={(1, 2): "tap:7", (0, 1): "tap:6"})
     _, epoch, _ = held.briefing(1)
-    assert isinstance(epoch, Epoch)
+    assert isinstance(epoch, TopologyEpoch)
     assert [(each.address, each.relayed) for each in epoch.neighbours] == [("a:1", False), ("tap:7", False)]
 
 
-def test_a_fixed_topology_has_one_epoch() -> None:
+def test_of_a_fixed_topology_there_is_nothing_to_compare() -> None:
     held = book()
     running(held)
-    assert [told_in(directives) for directives in held.go_on()] == [[]] * 3
-    assert [directives[-1] for directives in held.go_on()] == [Grant(4)] * 3
+    assert held.go_on() == Grant(until_round=4)
 
 
 DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
@@ -115,58 +104,32 @@ def changing() -> RunBook:
     return RunBook("r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES)
 
 
-def test_a_changing_topology_has_an_epoch_wherever_it_changes_ahead_of_the_grant() -> None:
+def test_the_epoch_of_a_changing_topology_names_all_whom_a_learner_ever_talks_to() -> None:
+    """Weights by index, and who is told in the first round."""
+    held, found = changing(), []
+    for i in range(3):
+        _, epoch, _ = held.briefing(i)
+        assert isinstance(epoch, TopologyEpoch) and epoch.first_round == 0
+        told = [each.index for each in epoch.neighbours if each.told]
+        found.append(({each.index: each.weight for each in epoch.neighbours}, told))
+    assert found == [({1: 0.0, 2: 0.0}, [1]), ({0: 0.5, 2: 0.0}, [2]), ({0: 0.0, 1: 0.5}, [])]
+
+
+def test_grants_of_a_changing_topology_hold_a_digest_of_its_rounds() -> None:
+    """Who was away may lack the last round that it has done: the digest of its briefing begins there."""
     held = changing()
-    assert [told_in(held.briefing(i)) for i in range(3)] == [
-        [(0, {1: 0.0, 2: 0.0}, [1])],
-        [(0, {0: 0.5, 2: 0.0}, [2])],
-        [(0, {0: 0.0, 1: 0.5}, [])],
-    ]
-    running(held)
-    first = held.go_on()
-    assert [directives[-1] for directives in first] == [Grant(4)] * 3
-    assert [told_in(directives) for directives in first] == [
-        [(1, {1: 0.0}, [1]), (2, {2: 0.5}, []), (3, {1: 0.0}, [1])],
-        [(1, {0: 0.5, 2: 0.0}, [2]), (2, {}, []), (3, {0: 0.5, 2: 0.0}, [2])],
-        [(1, {1: 0.5}, []), (2, {0: 0.0}, [0]), (3, {1: 0.5}, [])],
-    ]
-    for name in "abc":
-        held.report(status(name, RUNNING, 3))
-    assert [told_in(directives) for directives in held.go_on()] == [
-        [(4, {1: 0.0}, [1]), (5, {2: 0.5}, []), (6, {1: 0.0}, [1])],
-        [(4, {0: 0.5, 2: 0.0}, [2]), (5, {}, []), (6, {0: 0.5, 2: 0.0}, [2])],
-        [(4, {1: 0.5}, []), (5, {0: 0.0}, [0]), (6, {1: 0.5}, [])],
-    ]
-
-
-def test_a_learner_that_was_away_is_told_the_epochs_of_all_rounds_that_it_may_lack() -> None:
-    held = changing()
-    running(held)
-    held.report(status("b", RUNNING, 2))
-    # It may have been started again, from a log that lacks the last round: it needs all addresses, and that round's epoch.
-    assert [first for first, _, _ in told_in(held.briefing(1))] == [0, 1, 2, 3]
-    assert [first for first, _, _ in told_in(held.briefing(0))] == [0, 2, 3]
-
-
-def test_learners_that_take_digests_are_granted_the_network_of_all_alike() -> None:
-    """And the epoch of the first round, which has the addresses; where nothing changes there is nothing to compare."""
-    held = changing()
-    for i in (0, 2):
-        held.back(i, by_digest=True)
     running(held)
     network = held.run.network
-    first, others, same = held.go_on()
-    assert first == same == [Grant(4, 1, digest_of(network.at(t).digest for t in range(1, 4)))]
-    assert [epoch.first_round for epoch in others if isinstance(epoch, Epoch)] == [1, 2, 3]
-    held.report(status("a", RUNNING, 3))
-    _, known, grant = held.briefing(0)
-    assert isinstance(known, Epoch) and known.first_round == 0
-    assert grant == Grant(4, 2, digest_of(network.at(t).digest for t in (2, 3)))
-    fixed = book()
-    for i in range(3):
-        fixed.back(i, by_digest=True)
-    running(fixed)
-    assert fixed.go_on() == [[Grant(4)]] * 3
+
+    def granted(since: int, until: int) -> Grant:
+        known = digest_of(network.at(t).digest for t in range(since, until))
+        return Grant(until_round=until, since_round=since, network_hash=known)
+
+    assert held.go_on() == granted(1, 4)
+    for name in "abc":
+        held.report(status(name, RUNNING, 3))
+    assert held.go_on() == granted(4, 7)
+    assert held.briefing(0)[-1] == granted(2, 7)
 
 
 def test_routes_of_a_changing_topology_are_those_of_all_rounds() -> None:
@@ -183,24 +146,24 @@ def test_a_route_leads_from_the_lower_index_to_the_higher() -> None:
 
 def test_nothing_is_granted_until_all_are_connected() -> None:
     held = book()
-    assert held.grant().until_round == 0
+    assert held.clock.granted == 0
     assert running(held) == [False, False, True]
     assert held.state is RunState.RUNNING
-    assert held.grant().until_round == 4
+    assert held.clock.granted == 4
 
 
 def test_progress_brings_the_next_grant() -> None:
     held = book()
     running(held)
     assert [held.report(status(name, RUNNING, 2)) for name in "abc"] == [False, False, True]
-    assert held.grant().until_round == 6
+    assert held.clock.granted == 6
 
 
 def test_records_that_came_before_all_were_connected_count() -> None:
     """A learner that has nothing new to tell does not report again: what it said while connecting must be enough."""
     held = book(clock={"mode": "data"})
     assert running(held, ready=7) == [False, False, True]
-    assert held.grant().until_round == 7
+    assert held.clock.granted == 7
 
 
 def test_a_run_is_finished_when_everybody_is() -> None:
@@ -248,11 +211,7 @@ def test_an_ended_run_grants_nothing_more() -> None:
     running(held)
     held.end(RunState.STOPPED, "")
     assert [held.report(status(name, RUNNING, 4)) for name in "abc"] == [False] * 3
-    assert held.grant().until_round == 4
-
-
-def test_who_is_missing_is_named_in_order() -> None:
-    assert missing(["a", "b", "c"], {"b": 1, "x": 2}) == ["a", "c"]
+    assert held.clock.granted == 4
 
 
 # ---- who is gone -----------------------------------------------------------------------------------------------------
@@ -318,8 +277,9 @@ def triangle(policy: str) -> RunBook:
     return book(misconduct=policy, topology={"graph": "complete"})
 
 
-def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3) -> Misconduct:
-    return Misconduct(learner, t, Rule.TURN, known_by)
+def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3, by: int | None = None) -> Misconduct:
+    (rule,) = (number for number, rule in RULES.items() if rule is Rule.TURN)
+    return Misconduct(learner=learner, round=t, rule=rule, known_by=known_by.value, noticed_by=by)
 
 
 def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not() -> None:
@@ -358,7 +318,7 @@ def test_the_first_word_on_a_neighbour_stands_and_none_is_on_oneself() -> None:
     running(held)
     for t in (3, 4, 10**12):
         held.report(status("a", RUNNING), None, [of(1, t=t), of(0), of(7)])
-    assert held.misconduct == {(0, 1): of(1)}
+    assert held.misconduct == {(0, 1): of(1, by=0)}
 
 
 def test_a_text_tells_the_first_of_many() -> None:

@@ -48,7 +48,7 @@ def test_how_several_runs_stand_is_written_at_once(tmp_path: Path) -> None:
     for k in range(3):
         store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b"old"))
     store.keep({"run-0": b"a", "run-2": b"c"})
-    assert [run.view for run in store.runs()] == [b"a", b"old", b"c"]
+    assert [run.record for run in store.runs()] == [b"a", b"old", b"c"]
     store.close()
 
 

@@ -168,14 +168,14 @@ def rests(shape: Shape, book: Book, learner: int, status: Status) -> Book:
 
 @cache
 def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
-    """The absences of the changed spec (`Amender._amend`); None: the run cannot go on so.
+    """The absences of the changed spec (`Conductor._amend`); None: the run cannot go on so.
 
     Args:
         shape, book: the run, whose learners rest.
         verb: `leave`, `join` or `lose`; whoever is to be lost is in the book.
         learner: who leaves or joins.
     """
-    if verb != "lose" and book.losing:  # `Amender._operated`: not before they are lost
+    if verb != "lose" and book.losing:  # `Conductor._change`: not before they are lost
         return None
     now = _book(shape, book)
     name = now.run.spec.names[learner]

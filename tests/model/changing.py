@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.conducting import RESTING
 from sottovoce_coordinator.runs import RunState
 from tests.model import books, machine, runs
 from tests.model.books import Book
-from tests.model.coordinating import LOST, Coordinating
+from tests.model.coordinating import LOST, RESTING, Coordinating
 from tests.model.stage import Step
 from tests.model.state import Begin, Change, Coordinator, State, less
 
@@ -34,7 +33,7 @@ class Changing(Coordinating):
     # ---- it begins ------------------------------------------------------------------------------------------
 
     def _asked(self, state: State) -> Iterator[Step]:
-        """`Amender.leave` of who is there, and `Amender.join`; what is refused changes nothing."""
+        """`Conductor.leave` of who is there, and `Conductor.join`; what is refused changes nothing."""
         book = state.coordinator.book
         if book.state is not RunState.RUNNING or book.losing:
             return
@@ -45,7 +44,7 @@ class Changing(Coordinating):
                     yield machine.Step(verb, f"learner {i} is to {verb}; all are told to rest", change, fault=True)
 
     def _gives_up(self, state: State) -> Iterator[Step]:
-        """`Conductor._deadline` of a learner that is gone, and `Amender.lose`."""
+        """`Conductor._deadline` of a learner that is gone, and `Conductor._go_on_without`."""
         book = state.coordinator.book
         if book.losing:
             yield machine.Step(
@@ -59,7 +58,7 @@ class Changing(Coordinating):
                 yield machine.Step("given up", f"learner {i} is given up", given_up, fault=True)
 
     def _rests(self, state: State, change: Change) -> State:
-        """`Amender._rest`: that all will begin anew is written down, and then they are told to end what they do."""
+        """`Conductor._rest`: that all will begin anew is written down, and then they are told to end what they do."""
         coordinator = state.coordinator._replace(change=change)
         ceiling = books.ceiling(self.shape, coordinator.book) + self.shape.window
         coordinator = coordinator._replace(kept=coordinator.record, reserved=max(coordinator.reserved, ceiling))
@@ -71,7 +70,7 @@ class Changing(Coordinating):
     # ---- it is written down ---------------------------------------------------------------------------------
 
     def _waits(self, state: State, change: Change) -> Iterator[Step]:
-        """`Amender._rest` until everybody rests, or for so long that who does not is lost."""
+        """`Conductor._rest` until everybody rests, or for so long that who does not is lost."""
         coordinator = state.coordinator
         busy = self._waited_for(state)
         if not busy:
@@ -91,7 +90,7 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`Amender._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends the run."""
+        """`Conductor._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends a run."""
         coordinator = state.coordinator
         absences = self._absences(coordinator.book, change)
         if absences is not None:
@@ -114,7 +113,7 @@ class Changing(Coordinating):
     # ---- it is told -----------------------------------------------------------------------------------------
 
     def _tells_change(self, state: State, change: Change) -> Iterator[Step]:
-        """`Amender._go_on`."""
+        """`Conductor._begin_anew`."""
         coordinator, before = state.coordinator, state.coordinator.book
         book = books.amended(self.shape, before, change.absences)
         lost = runs.lost(book.shape(self.shape))

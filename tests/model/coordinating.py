@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sottovoce_coordinator.conducting import RESTING
 from sottovoce_coordinator.runs import RunState
-from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model import books, folders, machine, runs
 from tests.model.books import Status
 from tests.model.learners import Learners
 from tests.model.stage import Step
-from tests.model.state import Begin, Coordinator, Directive, Process, Session, State, less
+from tests.model.state import Begin, Coordinator, Directive, Process, Session, State, Stop, less
 
-LOST = Stop("the run goes on without this learner", over=True)
+RESTING, LOST = Stop(), Stop(over=True)
 
 
 class Coordinating(Learners):

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 
 from sottovoce_coordinator.store import Membership
 from sottovoce_learner.storage.wal import Said
-from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState
 from tests.model.books import Book
 from tests.model.channels import Box
@@ -72,6 +71,12 @@ class Begin(NamedTuple):
     attempt: int
     absences: str
     granted: int
+
+
+class Stop(NamedTuple):
+    """The end: for now, or for good."""
+
+    over: bool = False
 
 
 Directive = Stop | Begin

@@ -85,7 +85,7 @@ def test_the_place_of_an_error_is_in_code_that_its_author_can_change() -> None:
     assert inside["kind"] == "LinAlgError"
     assert inside["where"].startswith(f"{__file__}:")
     ours = failure(caught(lambda: parse_spec({"rounds": -1}, imports=True)))
-    assert "sottovoce/spec" in ours["where"]
+    assert "sottovoce_core/spec" in ours["where"]
 
 
 def test_code_that_a_spec_names_may_be_installed_like_a_library() -> None:
@@ -101,9 +101,11 @@ def test_the_place_is_in_the_code_that_a_spec_names_whatever_of_ours_it_called()
 
     error = caught(given_wrongly)
     line = given_wrongly.__code__.co_firstlineno + 1
-    assert failure(error, own={"tests", "sottovoce"})["where"] == f"{__file__}:{line}"
-    assert "sottovoce/noise" in failure(error)["where"]
-    assert "sottovoce/noise" in failure(error, own={"sottovoce"})["where"]  # an algorithm of ours is not somebody's own
+    assert failure(error, own={"tests", "sottovoce_core"})["where"] == f"{__file__}:{line}"
+    assert "sottovoce_core/noise" in failure(error)["where"]
+    assert (
+        "sottovoce_core/noise" in failure(error, own={"sottovoce_core"})["where"]
+    )  # an algorithm of ours is not somebody's own
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:

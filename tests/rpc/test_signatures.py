@@ -141,7 +141,7 @@ def test_a_certificate_that_was_issued_a_moment_ago_is_believed() -> None:
 def test_nothing_shows_a_key(tmp_path: Path) -> None:
     own = Identities(tmp_path).of("learner/north")
     own.signed(SAID)
-    assert "_Loaded" in repr(own) and "PRIVATE KEY" not in repr(own)
+    assert "Identity(" in repr(own) and "PRIVATE KEY" not in repr(own)
 
 
 def test_a_key_that_cannot_sign_is_refused() -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce_rpc.directives import Confirmed, Directive, Issued, Origin, to_wire
+from sottovoce_rpc.directives import Directive, Origin, to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.services.network import PATIENCE_S
 
 pb = coordinator_pb2
+Sent = TypeVar("Sent", pb.Assignment, pb.Neighbour)
+
+
+def changed(message: Sent, **fields: Any) -> Sent:
+    """A message with other fields."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        setattr(copy, name, value)
+    return copy
 
 
 class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -47,9 +57,9 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
         first = await anext(events)
         incarnation = max(first.introduction.incarnation, 1)
         if not first.introduction.rejoins:
-            yield to_wire("", Issued(incarnation), Origin())
+            yield to_wire("", pb.Issued(incarnation=incarnation), Origin())
             await anext(events)
-        yield to_wire("", Confirmed(incarnation), Origin())
+        yield to_wire("", pb.Confirmed(incarnation=incarnation), Origin())
         self.joined += 1
         listening = asyncio.ensure_future(self._listen(events))
         try:

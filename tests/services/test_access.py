@@ -30,7 +30,6 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
 from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
@@ -290,7 +289,10 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
     session.codec = SimpleNamespace(length=100)
     monkeypatch.setattr(connection, "channel", noting)
     await connection.keep_open(
-        cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials(), Nearby()
+        cast(Session, session),
+        coordinator_pb2.Neighbour(index=1, name="mallory", address="here:1", relayed=relayed),
+        Credentials(),
+        Nearby(),
     )
     assert asked == [whom]
 

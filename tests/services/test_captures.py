@@ -27,7 +27,6 @@ from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, sent_in
 from sottovoce_eavesdropper.records import schema
-from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -71,16 +70,6 @@ async def test_what_is_written_is_read_anywhere(tmp_path: Path, remote: bool) ->
     assert capture.totals() == (10, 10 * len(frame(0, 0)))
     said = capture.transcript(SHAPES, 2).fields["y"]
     np.testing.assert_array_equal(said[:, :, 0, 0], np.arange(5.0)[:, None] * [1, 1])
-
-
-async def test_an_older_capture_marks_nothing(tmp_path: Path) -> None:
-    await captured(tmp_path, conversation(5))
-    rewritten(tmp_path, lambda table: table.drop_columns(["again"]))
-    capture = open_capture(tmp_path)
-    table = capture.messages()
-    assert table.column_names == schema().names and table.schema.field("again").type == pa.bool_()
-    assert table["again"].to_pylist() == [False] * 10
-    assert [set(batch.schema.names) for batch in capture.batches(("size",))] == [{"size"}]
 
 
 async def test_a_run_without_labels_says_so(tmp_path: Path) -> None:
@@ -517,8 +506,7 @@ async def test_relays_are_led_though_whoever_asked_gave_up_before() -> None:
         routes=[{"caller": 0, "callee": 1, "target": "", "address": "a:1"}], describe=written.wait
     )
     relay: Any = SimpleNamespace(lead=lead)
-    codec, who = RoundCodec({"y": (2,)}), Participants.of("{}")
-    recording = Recording(file, [relay], Tasks(), who, codec)
+    recording = Recording(file, [relay], Tasks(), Participants.of("{}"))
     routes = [eavesdropper_pb2.Route(caller=0, callee=1, target="b:2")]
     asked = asyncio.ensure_future(recording.lead(routes))
     await asyncio.sleep(0)

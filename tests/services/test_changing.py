@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.network.network import Digests
-from sottovoce_core.network.weights import Mixing
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.session import Session
-from sottovoce_rpc.directives import Epoch, Grant
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Grant, TopologyEpoch
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, Network, network
@@ -200,59 +198,25 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
 
-def older_learners(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
-    """These learners (none given: all) do not say that they take digests, as those that know of none."""
-    true = RunBook.back
-
-    def back(book: RunBook, index: int, *, by_digest: bool = False) -> None:
-        true(book, index, by_digest=by_digest and index not in (indices or range(len(NAMES))))
-
-    monkeypatch.setattr(RunBook, "back", back)
-
-
-async def test_a_learner_that_knows_no_digests_is_told_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older_learners(monkeypatch, 1, 2)
-    spec = spec_of(TURNS)
-    data = made_up(spec)
-    noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
-    async with network(tmp_path, NAMES, noise=noise) as up:
-        outcome = await up.run(spec, data)
-        found = decisions(up)
-    assert (outcome.state, outcome.detail) == ("finished", "")
-    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
-
-
 # ---- a coordinator that errs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("topology", "wrong", "text"),
-    [
-        (TURNS, 9, "in round 9 neighbours and their weights must be ann 0.333"),
-        (RING, 0, "in round 0 neighbours and their weights must be ann 0.5, and those who are told cleo, got ann 0.25"),
-    ],
-    ids=["later", "first"],
-)
-async def test_a_coordinator_with_another_network_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: dict[str, Any], wrong: int, text: str
-) -> None:
+async def test_a_coordinator_with_another_network_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true = RunBook._epoch
 
-    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> Epoch:
-        epoch = true(book, index, t, mixing)
-        if (index, t) == (1, wrong):
-            first, *others = epoch.neighbours
-            return replace(epoch, neighbours=(replace(first, weight=0.25), *others))
+    def altered(book: RunBook, index: int) -> TopologyEpoch:
+        epoch = true(book, index)
+        if index == 1:
+            epoch.neighbours[0].weight = 0.25
         return epoch
 
     monkeypatch.setattr(RunBook, "_epoch", altered)
-    older_learners(monkeypatch)
-    spec = spec_of(topology)
+    spec = spec_of(RING)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed"
-    assert outcome.detail.startswith("ben failed: ")
-    assert text in outcome.detail
+    assert outcome.detail.startswith("ben failed: in round 0 neighbours and their weights must be ann 0.5")
+    assert "and those who are told cleo, got ann 0.25" in outcome.detail
 
 
 async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
@@ -273,8 +237,8 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(book: RunBook) -> list[list[Grant]]:
-        return [[book.grant()] for _ in book.addresses]
+    def forgetful(book: RunBook) -> Grant:
+        return Grant(until_round=book.clock.granted)
 
     monkeypatch.setattr(RunBook, "go_on", forgetful)
     spec: RunSpec = spec_of(TURNS)

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,23 @@ from sottovoce_core.running.policy import Policy
 from sottovoce_core.running.run import build_run
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.directives import Assignment, Confirmed, Directive, Epoch, Grant, Issued, Neighbour, Stop
+from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LONGEST_DETAIL
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, Confirmed, Grant, Issued, Neighbour, Stop, TopologyEpoch
 from tests.examples import ALLOWING, ALLOWING_FILE, made_up, small_spec
 from tests.gossip import Gossip, GossipSpec
-from tests.services.dictating import Dictator, dictating
+from tests.services.dictating import Dictator, changed, dictating
 from tests.services.network import PATIENCE_S
 from tests.services.test_killed import service
 
 ROUNDS = 5
 SPEC = small_spec(ROUNDS, ["ann"])
-PLAN = Assignment(spec_to_wire(SPEC), 3, 0)
+PLAN = Assignment(spec=spec_to_wire(SPEC), n_features=3)
 PAIR = small_spec(ROUNDS, ["ann", "ben"])
-NOWHERE = Neighbour(1, "ben", "127.0.0.1:1", 0.5, told=True)
+NOWHERE = Neighbour(index=1, name="ben", address="127.0.0.1:1", weight=0.5, told=True)
 MOST_32, MOST_64 = 2**32 - 1, 2**64 - 1
 
 
@@ -59,7 +59,7 @@ class RaisingSpec(GossipSpec):
 def asked(**changes: Any) -> Assignment:
     """An assignment by another spec."""
     document = {**json.loads(PLAN.spec), **changes}
-    return replace(PLAN, spec=json.dumps(document))
+    return changed(PLAN, spec=json.dumps(document))
 
 
 def own(error: str) -> Assignment:
@@ -76,21 +76,21 @@ def nested(depth: int) -> Any:
 
 LIPSCHITZ = {"kind": "logistic", "feature_bound": 1.0}
 REFUSED: dict[str, tuple[Directive, ...]] = {
-    "features without end": (replace(PLAN, n_features=MOST_32),),
+    "features without end": (changed(PLAN, n_features=MOST_32),),
     "rounds without end": (asked(rounds=2**53, algorithm="dpsr", loss=LIPSCHITZ),),
     "more rounds than any integer": (asked(rounds=10**400),),
     "classes without end": (asked(loss={"kind": "softmax", "classes": 2**53}),),
     "learners without end": (asked(learners=2**53),),
-    "an index beyond all": (replace(PLAN, index=MOST_32),),
-    "another learner": (replace(PLAN, spec=spec_to_wire(PAIR), index=1),),
-    "no spec": (replace(PLAN, spec=""),),
-    "no mapping": (replace(PLAN, spec="[1]"),),
-    "brackets without end": (replace(PLAN, spec="[" * 10**6),),
-    "sections without end": (replace(PLAN, spec='{"a":' * 900 + "1" + "}" * 900),),
+    "an index beyond all": (changed(PLAN, index=MOST_32),),
+    "another learner": (changed(PLAN, spec=spec_to_wire(PAIR), index=1),),
+    "no spec": (changed(PLAN, spec=""),),
+    "no mapping": (changed(PLAN, spec="[1]"),),
+    "brackets without end": (changed(PLAN, spec="[" * 10**6),),
+    "sections without end": (changed(PLAN, spec='{"a":' * 900 + "1" + "}" * 900),),
     "sets of sets": (asked(decision_set=nested(40)),),
     "sets of sets without end": (asked(decision_set=nested(200)),),
-    "digits without end": (replace(PLAN, spec='{"rounds": ' + "9" * 10**5 + "}"),),
-    "half a character": (replace(PLAN, spec='{"\\ud800": "\\udfff"}'),),
+    "digits without end": (changed(PLAN, spec='{"rounds": ' + "9" * 10**5 + "}"),),
+    "half a character": (changed(PLAN, spec='{"\\ud800": "\\udfff"}'),),
     "a field without end": (asked(**{"x" * 2**20: 1}),),
     "fields without end": (asked(**{f"x{k}": k for k in range(10_000)}),),
     "nothing is a number": (asked(clock={"deadline_s": math.nan}),),
@@ -98,27 +98,35 @@ REFUSED: dict[str, tuple[Directive, ...]] = {
     "no memory": (own("memory"),),
     "no end": (own("recursion"),),
     "an exit": (own("exit"),),
-    "an epoch of others": (replace(PLAN, spec=spec_to_wire(PAIR)), Epoch(0, ())),
+    "an epoch of others": (changed(PLAN, spec=spec_to_wire(PAIR)), TopologyEpoch()),
     "an epoch without weights": (
-        replace(PLAN, spec=spec_to_wire(PAIR)),
-        Epoch(0, (replace(NOWHERE, weight=math.nan),)),
+        changed(PLAN, spec=spec_to_wire(PAIR)),
+        TopologyEpoch(neighbours=[changed(NOWHERE, weight=math.nan)]),
     ),
-    "an epoch of a round beyond all": (PLAN, Epoch(MOST_64, ())),
-    "a grant before an epoch": (PLAN, Grant(MOST_64)),
+    "an epoch of a round beyond all": (PLAN, TopologyEpoch(first_round=MOST_64)),
+    "a grant before an epoch": (PLAN, Grant(until_round=MOST_64)),
 }
 """By what is wrong, what is said about one run; the last of it is refused."""
 ODD: dict[str, tuple[Directive, ...]] = {
-    "no features": (replace(PLAN, n_features=0), Epoch(0, ()), Grant(ROUNDS)),
-    "a run that nobody began": (Epoch(0, (NOWHERE,)), Grant(MOST_64), Stop("", over=True)),
-    "an end before all": (Stop("", over=False), Stop("", over=True), Stop("", over=True)),
+    "no features": (changed(PLAN, n_features=0), TopologyEpoch(), Grant(until_round=ROUNDS)),
+    "a run that nobody began": (TopologyEpoch(neighbours=[NOWHERE]), Grant(until_round=MOST_64), Stop(over=True)),
+    "an end before all": (Stop(over=False), Stop(over=True), Stop(over=True)),
     "an address that is none": (
-        replace(PLAN, spec=spec_to_wire(PAIR)),
-        Epoch(0, (replace(NOWHERE, address="\x00://[::"),)),
-        Grant(MOST_64),
+        changed(PLAN, spec=spec_to_wire(PAIR)),
+        TopologyEpoch(neighbours=[changed(NOWHERE, address="\x00://[::")]),
+        Grant(until_round=MOST_64),
     ),
-    "a mirror that is none": (replace(PLAN, mirror="\x00"), Epoch(0, ()), Grant(MOST_64)),
-    "another handshake": (Issued(MOST_64), Confirmed(MOST_64)),
-    "the same again": (PLAN, PLAN, Epoch(0, ()), Epoch(0, ()), Grant(1), Grant(MOST_64), Grant(0)),
+    "a mirror that is none": (changed(PLAN, mirror_address="\x00"), TopologyEpoch(), Grant(until_round=MOST_64)),
+    "another handshake": (Issued(incarnation=MOST_64), Confirmed(incarnation=MOST_64)),
+    "the same again": (
+        PLAN,
+        PLAN,
+        TopologyEpoch(),
+        TopologyEpoch(),
+        Grant(until_round=1),
+        Grant(until_round=MOST_64),
+        Grant(until_round=0),
+    ),
 }
 """What is no use, and nothing that a run must fail for."""
 RUN_IDS = ["", "..", "../ann", "a/b", "a@b", "a\nb", "\x00", "x" * 10**6]
@@ -141,13 +149,13 @@ async def learner(folder: Path, policy: Policy = ALLOWING) -> AsyncIterator[tupl
 
 async def goes_well(coordinator: Dictator, address: str, run_id: str) -> None:
     """A run of one learner, to its end."""
-    for told in (PLAN, Epoch(0, ()), Grant(ROUNDS)):
+    for told in (PLAN, TopologyEpoch(), Grant(until_round=ROUNDS)):
         coordinator.say(run_id, told)
     await coordinator.until(lambda report: report.status.run_id == run_id)
     await feed(address, run_id, made_up(SPEC).learners[0])
     finished = learner_pb2.LEARNER_STATE_FINISHED
     await coordinator.until(lambda report: report.status.run_id == run_id and report.status.state == finished)
-    coordinator.say(run_id, Stop("", over=True))
+    coordinator.say(run_id, Stop(over=True))
 
 
 def failed(run_id: str) -> Any:
@@ -183,7 +191,7 @@ async def test_what_is_no_use_is_passed_over(tmp_path: Path, what: str) -> None:
 @pytest.mark.parametrize("run_id", RUN_IDS, ids=[f"{each[:8]!r}" for each in RUN_IDS])
 async def test_a_run_id_that_is_none_is_refused(tmp_path: Path, run_id: str) -> None:
     async with learner(tmp_path / "state") as (coordinator, address):
-        coordinator.say(run_id, Stop("", over=True))
+        coordinator.say(run_id, Stop(over=True))
         coordinator.say(run_id, PLAN)
         report = await coordinator.until(failed(run_id[:128]))
         assert report.status.detail.startswith("a run id must be letters")
@@ -196,10 +204,15 @@ async def test_a_grant_of_rounds_without_end_is_no_work(tmp_path: Path) -> None:
     place: dict[str, Any] = {"absences": [{"learner": "ben", "first_round": 3}]}
     spec = small_spec(2**40, ["ann", "ben"], **place)
     weight = build_run(spec, 3).network.at(0).heard_by(0)[1]
-    there, away = replace(NOWHERE, weight=weight), replace(NOWHERE, weight=0.0, told=False)
+    there, away = changed(NOWHERE, weight=weight), changed(NOWHERE, weight=0.0, told=False)
     async with learner(tmp_path) as (coordinator, address):
-        plan = replace(PLAN, spec=spec_to_wire(spec))
-        for told in (plan, Epoch(0, (there,)), Epoch(3, (away,)), Grant(2**40)):
+        plan = changed(PLAN, spec=spec_to_wire(spec))
+        for told in (
+            plan,
+            TopologyEpoch(neighbours=[there]),
+            TopologyEpoch(first_round=3, neighbours=[away]),
+            Grant(until_round=2**40),
+        ):
             coordinator.say("run-1", told)
         await goes_well(coordinator, address, "run-2")
 

@@ -38,7 +38,6 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc import tasks
 from sottovoce_rpc.codec import to_fields, to_tensor
-from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import plan_hash, spec_from_wire
@@ -54,6 +53,7 @@ from sottovoce_wire.v1 import (
 )
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello
+from tests.services.dictating import changed
 from tests.services.network import PATIENCE_S, Network, network, refused, said_rounds
 from tests.services.test_run import recorded
 
@@ -199,10 +199,10 @@ async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytes
     """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
     true = RunBook.assignment
 
-    def altered(book: RunBook, index: int) -> Assignment:
+    def altered(book: RunBook, index: int) -> coordinator_pb2.Assignment:
         told = true(book, index)
         other = {**json.loads(told.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
-        return replace(told, spec=json.dumps(other)) if index == 1 else told
+        return changed(told, spec=json.dumps(other)) if index == 1 else told
 
     monkeypatch.setattr(RunBook, "assignment", altered)
     spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 2.0})})

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sottovoce_client.running.feeder import batch_of, rounds_of_batch
 from sottovoce_coordinator import joining
-from sottovoce_coordinator.joining import Member, displacement
+from sottovoce_coordinator.joining import Member
 from sottovoce_coordinator.starting import MOST_EDGES
 from sottovoce_coordinator.store import Claim
 from sottovoce_core.data import LearnerData
@@ -32,7 +32,7 @@ from sottovoce_learner import parts
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
-from sottovoce_rpc.directives import Grant, Origin
+from sottovoce_rpc.directives import Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import AROUND_BYTES, MAX_CONTROL, MAX_MESSAGE, channel
@@ -369,14 +369,14 @@ async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeyp
 
 async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_MOST_DIRECTIVES", 3)
-    member = Member(Claim("ann", bytes(16)), "", Origin())
+    member = Member(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
     for t in range(3):
-        member.tell("run-1", Grant(t))
+        member.tell("run-1", coordinator_pb2.Grant(until_round=t))
     assert not member.displaced.is_set()
-    member.tell("run-1", Grant(3))
+    member.tell("run-1", coordinator_pb2.Grant(until_round=3))
     assert member.directives.qsize() == 3
     with pytest.raises(Exception, match="learner ann"):
-        await displacement(member)
+        await member.until_displaced()
 
 
 # ---- captures --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -370,7 +371,7 @@ async def test_the_first_contradiction_that_is_recorded_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture: str
 ) -> None:
     monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
-    monkeypatch.setattr(starting, "require_newest", lambda *_: None)  # as if the capture had not known it
+    monkeypatch.setattr(starting.Starter, "_require_newest", AsyncMock())  # as if the capture had not known it
     first = work(tmp_path, NAMES, 1, 5_000, capture=capture, clock=PACED)
     async with network(tmp_path, NAMES, durable=True) as up:
         run_id = await set_back_together(up, first)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from sottovoce_client.running.feeder import batch_of
-from sottovoce_coordinator.courses import PastRun
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_coordinator.metrics import _failed
 from sottovoce_coordinator.runs import Overhearing
@@ -312,12 +311,12 @@ def test_the_names_of_times_are_few() -> None:
     ]
 
 
-def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> PastRun:
+def past_run(name: str, state: coordinator_pb2.RunState.ValueType, ended: int, *learners: str) -> KeptRun:
     view = coordinator_pb2.Run(run_id=name, state=state)
     view.ended_at.FromSeconds(ended)
     for each in learners:
         view.learners.add().status.learner = each
-    return PastRun(KeptRun(name, "{}", 1, Overhearing(), view.SerializeToString()))
+    return KeptRun(name, "{}", 1, Overhearing(), view.SerializeToString())
 
 
 def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_one() -> None:
@@ -330,7 +329,7 @@ def test_a_run_that_failed_is_told_of_until_one_of_its_learners_is_in_another_on
         past_run("good", finished, 40, "cleo"),
     )
 
-    def told(*newest_first: PastRun) -> dict[str, float]:
+    def told(*newest_first: KeptRun) -> dict[str, float]:
         return {each.labels[0]: each.value for each in _failed(newest_first)}
 
     assert told(first) == told(others, first) == {"first": 10.0}

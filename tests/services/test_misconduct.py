@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import KnownBy, LearnerState, Misconduct
+from sottovoce_rpc.learner_status import RULES, KnownBy, LearnerState, known_by
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up, small_spec
 from tests.services.capturing import encode_round
@@ -127,11 +127,22 @@ def is_as_simulated(outcome: Outcome, spec: RunSpec, noise: Path, lost: int = DO
     np.testing.assert_allclose(said[heard, lost], simulated.fields["y"][heard, lost], rtol=1e-9, atol=1e-12)
 
 
-async def noticed(up: Network, run_id: str) -> list[tuple[int | None, Misconduct]]:
-    """What the coordinator knows of it."""
+class Noticed(NamedTuple):
+    """Misconduct of a learner, in a round."""
+
+    learner: int
+    round: int
+    rule: Rule
+    known_by: KnownBy
+
+
+async def noticed(up: Network, run_id: str) -> list[tuple[int, Noticed]]:
+    """What the coordinator knows of it, and who noticed it."""
     view = await up.end(run_id)
-    found = [(each.noticed_by, Misconduct.from_wire(each)) for each in view.misconduct]
-    return [(by, each) for by, each in found if each is not None]
+    return [
+        (each.noticed_by, Noticed(each.learner, each.round, RULES[each.rule], known_by(each)))
+        for each in view.misconduct
+    ]
 
 
 # ---- stop ------------------------------------------------------------------------------------------------------------
@@ -148,7 +159,7 @@ async def test_the_run_fails_at_once_and_says_who_and_how(
         known = await noticed(up, outcome.run_id)
         counted = [(await up.status(name)).rules_broken for name in NAMES]
     assert (outcome.state, outcome.detail) == ("failed", words(rule, "ann", t=due(rule)))
-    assert known == [(0, Misconduct(DORA, due(rule), rule, KnownBy.CERTIFICATE))]
+    assert known == [(0, Noticed(DORA, due(rule), rule, KnownBy.CERTIFICATE))]
     assert counted[0] > 0 and counted[1:] == [0, 0, 0]
 
 
@@ -173,7 +184,7 @@ async def test_who_is_known_by_name_alone_is_told_of_and_ends_nothing_before_the
     assert outcome.state == "failed"
     assert outcome.detail.startswith("no messages pass between ")
     assert outcome.detail.endswith("; " + words(Rule.NUMBERS, "ann", "somebody in the clear under the name of dora"))
-    assert known == [(0, Misconduct(DORA, T, Rule.NUMBERS, KnownBy.NAME))]
+    assert known == [(0, Noticed(DORA, T, Rule.NUMBERS, KnownBy.NAME))]
 
 
 async def test_a_run_that_was_stopped_for_it_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +219,7 @@ async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
     assert outcome.state == "finished", outcome.detail
     (absence,) = outcome.absences or ()
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:DORA])
-    assert len(known) >= 2 and {each for _, each in known} == {Misconduct(DORA, due(rule), rule, KnownBy.CERTIFICATE)}
+    assert len(known) >= 2 and {each for _, each in known} == {Noticed(DORA, due(rule), rule, KnownBy.CERTIFICATE)}
     assert end.learners[DORA].status.detail.startswith("lost: the run goes on without it; dora said ")
     assert told is LearnerState.STOPPED
     is_as_simulated(outcome, spec, noise)
@@ -375,20 +386,12 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
         coordinator_pb2.Misconduct(learner=1, round=1, rule=99, known_by=2),  # type: ignore[arg-type]
         coordinator_pb2.Misconduct(learner=1, round=2**64 - 1, rule=1, known_by=99),  # type: ignore[arg-type]
     ]
-
-    class Lying:
-        def __init__(self, said: coordinator_pb2.Misconduct) -> None:
-            self._said = said
-
-        def to_wire(self) -> coordinator_pb2.Misconduct:
-            return self._said
-
-    lies = tuple(map(Lying, extra))
+    lies = tuple(extra)
     monkeypatch.setattr(Hearing, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert known == [
-        (0, Misconduct(1, ROUNDS, Rule.FORM, KnownBy.NAME))
+        (0, Noticed(1, ROUNDS, Rule.FORM, KnownBy.NAME))
     ]  # how it knows it is unknown: the least that counts

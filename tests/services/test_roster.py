@@ -19,7 +19,7 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator import conducting
 from sottovoce_coordinator.captures import Captures
-from sottovoce_coordinator.conducting import RESTING, Amender
+from sottovoce_coordinator.conducting import RESTING, Conductor
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import Store
@@ -37,7 +37,7 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage import store
 from sottovoce_learner.storage.verify import Ledger
-from sottovoce_rpc.directives import Assignment, Directive
+from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -422,14 +422,14 @@ async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
 
 async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rest, and would rest for ever."""
-    rest, resting = Amender._rest, asyncio.Event()
+    rest, resting = Conductor._rest, asyncio.Event()
 
-    async def long(self: Amender, course: Course) -> None:
+    async def long(self: Conductor, course: Course) -> None:
         await rest(self, course)
         resting.set()
         await asyncio.sleep(0.5)  # the operator gives up
 
-    monkeypatch.setattr(Amender, "_rest", long)
+    monkeypatch.setattr(Conductor, "_rest", long)
     spec = LOSABLE["ldp-dol"]
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -454,7 +454,7 @@ async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
 
     prepare, prepared = Learner._prepare, list[str]()
 
-    async def noted(self: Learner, run_id: str, told: Assignment) -> None:
+    async def noted(self: Learner, run_id: str, told: coordinator_pb2.Assignment) -> None:
         prepared.append(run_id)
         await prepare(self, run_id, told)
 

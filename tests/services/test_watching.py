@@ -49,12 +49,12 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
             capture, parts = await fetching, set()
             codec, rounds = RoundCodec(capture.shapes), Assembly[Message](3, 12, run.network, KEPT)
             watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
-            for part, batch in capture.parts_since(0):
+            for part, batch in capture.by_part(("sender", "kind", "method", "payload")):
                 parts.add(part)
                 capture.assemble(batch, codec, rounds)
                 for t, messages in rounds.ready():
                     assert watch.take(t, messages) == []  # a false alarm has probability 0.001
-            assert list(capture.parts_since(max(parts))) == []
+            assert list(capture.by_part(("payload",), lambda part: part > max(parts))) == []
         there = await InFolder(str(tmp_path / "captures")).latest()
     assert there is not None
     assert there.facts == capture.facts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ AuthorityFolder = Annotated[
 ]
 Days = Annotated[int, typer.Option(min=1, max=3_650, help="Valid for so many days.")]
 HERE = Path("sottovoce-authority")
-Item = TypeVar("Item")
 
 
 @pki_app.command("init")
@@ -107,6 +106,7 @@ def issue(
 
     from sottovoce_client import terminal
     from sottovoce_client.pki import Authority, asked_for, read_request
+    from sottovoce_rpc.certificates import named
 
     own, console = Authority(authority), terminal.console()
     if csr is not None and len(whom) != 1:
@@ -117,20 +117,31 @@ def issue(
             if csr is not None or host:
                 raise SpecError(f"{each} is renewed for the names that it has: --csr and --hostname go with ROLE/NAME")
             renewed = own.renew(Path(each), days=days)
-            console.print(Text(f"{renewed.principal}: {each}, until {renewed.ends:%Y-%m-%d}"))
-            return {"identity": str(renewed.principal), "folder": Path(each), "until": renewed.ends}
+            who, ends = str(named(renewed)), renewed.not_valid_after_utc
+            console.print(Text(f"{who}: {each}, until {ends:%Y-%m-%d}"))
+            return {"identity": who, "folder": Path(each), "until": ends}
         folder = out / each.replace("/", "-", 1)
         issued = own.issue(each, folder, days=days, hosts=host or [], request=csr)
-        console.print(Text(f"{each}: {folder}, until {issued.ends:%Y-%m-%d}"))
-        facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.ends}
-        if csr is not None and issued.principal is not None:
+        console.print(Text(f"{each}: {folder}, until {issued.not_valid_after_utc:%Y-%m-%d}"))
+        facts: dict[str, object] = {"identity": each, "folder": folder, "until": issued.not_valid_after_utc}
+        if csr is not None and (principal := named(issued)) is not None:
             facts["asked_for"] = asked = asked_for(read_request(csr))
-            if others := [name for name in asked if name not in (each, issued.principal.uri)]:
+            if others := [name for name in asked if name not in (each, principal.uri)]:
                 console.print(Text(f"the request asked for {', '.join(others)[:200]}; the certificate is for {each}"))
             console.print(Text("copy tls.crt, ca.crt and crl.pem to the folder that has the key"))
         return facts
 
-    _do_each(whom, issue_one)
+    done, failed = list[dict[str, object]](), list[tuple[str, SottovoceError | OSError]]()
+    for each in whom:  # all that can be done, then what could not be
+        try:
+            done.append(issue_one(each))
+        except (SottovoceError, OSError) as error:
+            failed.append((each, error))
+    terminal.tell(lambda: done)
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))
 
 
 @pki_app.command("request")
@@ -175,8 +186,9 @@ def revoke(
             wrong = wrong or str(error)
             continue
         for issued in revoked:
-            told.append({"identity": each, "serial": f"{issued.serial:x}"})
-            console.print(Text(f"{each}: certificate {issued.serial:x} is revoked"))
+            serial = f"{issued.serial_number:x}"
+            told.append({"identity": each, "serial": serial})
+            console.print(Text(f"{each}: certificate {serial} is revoked"))
     given, skipped = own.spread(identities)
     console.print(
         Text(f"{authority / 'crl.pem'} was copied to {len(given)} identities in {identities}; copy it to all others")
@@ -227,24 +239,3 @@ def _name_skipped(skipped: Mapping[Path, str]) -> None:
 
 def _as_facts(skipped: Mapping[Path, str]) -> list[dict[str, object]]:
     return [{"folder": folder, "reason": why} for folder, why in skipped.items()]
-
-
-def _do_each(items: Sequence[Item], act: Callable[[Item], dict[str, object]]) -> None:
-    """Do all that can be done, then name what could not be.
-
-    Raises:
-        SottovoceError: something could not be done.
-    """
-    from sottovoce_client import terminal
-
-    done, failed = list[dict[str, object]](), list[tuple[Item, SottovoceError | OSError]]()
-    for each in items:
-        try:
-            done.append(act(each))
-        except (SottovoceError, OSError) as error:
-            failed.append((each, error))
-    terminal.tell(lambda: done)
-    if len(failed) == 1:
-        raise failed[0][1]
-    if failed:
-        raise NotReady("; ".join(f"{each}: {error}" for each, error in failed))

@@ -253,7 +253,8 @@ class _Watching:
         self, capture: Capture, codec: RoundCodec, rounds: Assembly[Message], sight: Sight, shown: View
     ) -> None:
         """Take what is new, round by round."""
-        for part, batch in capture.parts_since(self._part):
+        since = self._part
+        for part, batch in capture.by_part(("sender", "kind", "method", "payload"), lambda part: part > since):
             capture.assemble(batch, codec, rounds)
             for t, messages in rounds.ready():
                 if not await self._learned(t):

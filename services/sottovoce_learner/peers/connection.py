@@ -22,12 +22,12 @@ from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.learner_status import KnownBy
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import AROUND_BYTES, HELLO_S, channel
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import learner_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Neighbour
 
 log = structlog.get_logger()
 

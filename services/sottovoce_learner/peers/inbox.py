@@ -24,8 +24,10 @@ from sottovoce_learner.role import Role
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import KnownBy, Misconduct
+from sottovoce_rpc.learner_status import KnownBy
 from sottovoce_rpc.signatures import Signed, digest, is_signature
+from sottovoce_wire.v1.coordinator_pb2 import Misconduct
+from sottovoce_wire.v1.coordinator_pb2 import Rule as RuleNumber
 
 REMEMBERED = 1_024
 """Rounds of a neighbour after which it is still noticed that it says another thing of one."""
@@ -223,7 +225,10 @@ class Hearing:
         self.rules_broken += 1
         if ended or neighbour in self._misconduct:
             return False
-        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
+        number = RuleNumber.Value(f"RULE_{rule.name}")
+        found = Misconduct(
+            learner=neighbour, round=self.inbox.next_round(neighbour), rule=number, known_by=known_by.value
+        )
         self._misconduct[neighbour] = found
         told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
         log.warning("misconduct", learner=self._role.name, neighbour=called(self._role.spec.names, neighbour), **told)

@@ -14,7 +14,7 @@ import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,7 +38,7 @@ from sottovoce_learner.storage.ledger import (
 from sottovoce_learner.storage.snapshot import names_of, read_image
 from sottovoce_learner.storage.state_folder import Files, claim, content, hashed, host, replace_file, sync_folder
 from sottovoce_learner.storage.wal import Kind, Reading, Said, read_log
-from sottovoce_rpc.directives import Sent
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
 _SECOND = timedelta(seconds=1)
 """To which the moments of lines are written down."""
@@ -252,7 +252,7 @@ class Ledger:
         known = {line.run_id: line.said for line in runs}
         charged = [line.at for line in lines if line.facts.get("charge") is not None]
         for each in sent:
-            covered = any(each.at < moment + _SECOND for moment in charged)
+            covered = any(each.last_at.ToDatetime(UTC) < moment + _SECOND for moment in charged)
             if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
                 raise DataError(
                     f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
