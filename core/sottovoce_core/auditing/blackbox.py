@@ -5,8 +5,9 @@ Runs are split: 60 % to learn, and to choose the view and the threshold by cross
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,34 +164,21 @@ def _models(seed: int) -> list[Any]:
 def _attempt(model: Any, runs: _Runs, blank: Bound) -> Attack:
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
     worlds, learnt, guessed = runs.worlds, runs.learnt, runs.guessed
-    folds = np.array_split(learnt, _FOLDS)
-    if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
+    if not runs.views or any(len(np.unique(fold)) < 2 for fold in np.array_split(worlds[learnt], _FOLDS)):
         return Attack(blank, guessed, np.empty(0))  # nothing to look at, or too few runs to learn from
+    selection = import_extra("sklearn.model_selection", "scikit-learn", "an audit")
+    held_out = partial(selection.cross_val_predict, model, cv=selection.KFold(_FOLDS), method="decision_function")
     promises = {
-        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], blank)
+        view: _least(held_out(features[learnt], worlds[learnt]), worlds[learnt], blank)
         for view, features in runs.views.items()
     }
     view = max(promises, key=lambda each: promises[each][1])
     features, threshold = runs.views[view], promises[view][0]
-    scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[guessed])
+    scores = model.fit(features[learnt], worlds[learnt]).decision_function(features[guessed])
     made = np.abs(scores) >= threshold
     right = (scores > 0) == (worlds[guessed] == 1)
     bound = replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
     return Attack(bound, guessed, scores)
-
-
-def _held_out(model: Any, features: FloatArray, worlds: IntArray, folds: Sequence[IntArray]) -> FloatArray:
-    """Log odds of all runs in the folds, in order, each by a model that learned from the other folds."""
-    scores = []
-    for k, fold in enumerate(folds):
-        others = np.concatenate([other for j, other in enumerate(folds) if j != k])
-        scores.append(_log_odds(model.fit(features[others], worlds[others]), features[fold]))
-    return np.concatenate(scores)
-
-
-def _log_odds(model: Any, features: FloatArray) -> FloatArray:
-    odds: FloatArray = np.asarray(model.decision_function(features), dtype=np.float64)
-    return odds
 
 
 def _least(scores: FloatArray, worlds: IntArray, blank: Bound) -> tuple[float, float]:

@@ -78,7 +78,7 @@ class Test:
     statistic: float
     p_value: float
     """How likely a statistic this extreme is where the claim holds."""
-    where: str
+    where: str = ""
     """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
     primary: bool = True
     """Whether it is of those that share the first half of their part's level; the others share the second half."""
@@ -305,8 +305,6 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
 
 def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Clopper-Pearson interval of a rate, two-sided."""
-    beta = import_extra("scipy.stats", "scipy", "a confidence interval").beta
-    alpha = 1.0 - confidence
-    low = float(beta.ppf(alpha / 2, count, trials - count + 1)) if count else 0.0
-    high = float(beta.ppf(1.0 - alpha / 2, count + 1, trials - count)) if count < trials else 1.0
-    return low, high
+    stats = import_extra("scipy.stats", "scipy", "a confidence interval")
+    found = stats.binomtest(count, trials).proportion_ci(confidence)
+    return float(found.low), float(found.high)
