@@ -122,38 +122,72 @@ _ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The runs of an audit, each once.
+class StartedRun:
+    """A run of an audit.
 
     Attributes:
-        kept: captures that have all rounds; by wiretap, all that there are, for nobody can tell.
-        short: captures that have not.
-        outcomes: how each of `kept`, of `short`, and then of those without a capture ended.
-        gone: pair and world of every started run without a capture.
+        capture: what was overheard of it; None: nothing.
+        pair, world: the pair of worlds, and which world of it.
+        outcome: how it ended, in a word or two.
+        whole: whether its capture has all rounds; by wiretap, where nobody can tell, whether there is one.
+    """
+
+    capture: Capture | None
+    pair: int
+    world: int
+    outcome: str
+    whole: bool = False
+
+    def losses(self, plan: AuditPlan) -> Ratios:
+        """Exact losses of what was heard of it, in the worlds of this plan: none of a round that was not heard."""
+        rounds = plan.run.spec.rounds
+        if self.capture is not None:
+            try:
+                said = said_in(self.capture, plan.run).until(rounds)
+                return ratios(plan.run, plan.worlds, Recording(self.world, said), plan.claim)
+            except EquivocationError:
+                raise
+            except CaptureError:  # not one round was heard
+                pass
+        return Ratios.silent(np.array([self.world]), rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The runs of an audit, each once: those that are whole, those of which rounds are missing, those without a capture.
+
+    Attributes:
+        runs: whose world is known.
+        source: where they came from, in words; what else must be said of them.
         unknown: so many more started runs left neither a capture nor a coin.
-        notes: what else must be said of them, in words.
         provisos: what must be known besides to judge what is found, a sentence each.
         unproven: as of `Audit`.
         coins: what chose their worlds.
         root: the folder that captures are named by, which may lie anywhere; empty: none was said.
     """
 
-    kept: Sequence[Capture]
-    short: Sequence[Capture]
-    outcomes: tuple[str, ...]
-    gone: tuple[tuple[int, int], ...] = ()
+    runs: tuple[StartedRun, ...]
+    source: tuple[str, ...] = ()
     unknown: int = 0
-    notes: tuple[str, ...] = ()
-    pair_of: _PairOf = only_pair
     provisos: tuple[str, ...] = ()
     unproven: str = ""
     coins: Coins = "none"
     root: str = ""
 
-    def within(self, folder: Folder) -> Started:
-        """The same runs, whose captures are called by their paths in this folder."""
-        notes = tuple(note.replace(f"{folder.name}/", "") for note in self.notes)
-        return replace(self, root=folder.name, notes=notes)
+    @property
+    def kept(self) -> list[Capture]:
+        """Captures of the runs that are whole."""
+        return [run.capture for run in self.runs if run.capture is not None and run.whole]
+
+    @property
+    def captures(self) -> list[Capture]:
+        """All captures."""
+        return [run.capture for run in self.runs if run.capture is not None]
+
+    def within(self, folder: Folder, what: str) -> Started:
+        """The same runs, that came from there, whose captures are called by their paths in this folder."""
+        notes = (note.replace(f"{folder.name}/", "") for note in self.source)
+        return replace(self, root=folder.name, source=(what, *notes))
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every capture, by its path in the folder of `within`.
@@ -161,7 +195,7 @@ class Started:
         Raises:
             CaptureError: one cannot be read.
         """
-        return {_within(each.name, self.root): each.digests()[0] for each in (*self.kept, *self.short)}
+        return {_within(each.name, self.root): each.digests()[0] for each in self.captures}
 
     @property
     def tapped(self) -> bool:
@@ -176,45 +210,21 @@ class Started:
         """
         if not plan.paired:
             return None
-        worlds = [capture.world or 0 for capture in (*self.kept, *self.short)]
-        worlds += [world for _, world in self.gone]
-        return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan), self.unknown)
-
-    def pair(self, capture: Capture) -> int:
-        """The pair of worlds that a run is of."""
-        return self.pair_of(capture.replica)
+        lost = dict[int, list[Ratios]]()
+        for run in self.runs if plan.listener.replayable else ():
+            if not run.whole:
+                lost.setdefault(run.pair, []).append(run.losses(plan.pairs[run.pair]))
+        worlds, outcomes = (tuple(getattr(run, name) for run in self.runs) for name in ("world", "outcome"))
+        losses = {k: Ratios.joined(parts) for k, parts in lost.items()}
+        return Starts(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown)
 
     def counts(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
-        every = [self.pair(capture) for capture in (*self.kept, *self.short)] + [pair for pair, _ in self.gone]
-        return [max(1, every.count(k) // 2) for k in range(pairs)]
-
-    def _lost(self, plan: AuditPlan) -> dict[int, Ratios]:
-        """Losses of what was heard of runs that are not whole, by pair of worlds."""
-        if not plan.listener.replayable:
-            return {}
-        found = dict[int, list[Ratios]]()
-        for capture in self.short:
-            k = self.pair(capture)
-            found.setdefault(k, []).append(_heard_of(capture, plan.pairs[k]))
-        for k, world in self.gone:
-            found.setdefault(k, []).append(Ratios.silent(np.array([world]), plan.run.spec.rounds))
-        return {k: Ratios.joined(parts) for k, parts in found.items()}
+        return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
 
 
 def _within(name: str, root: str) -> str:
     return name.removeprefix(f"{root}/") if name != root else PurePosixPath(name).name
-
-
-def _heard_of(capture: Capture, plan: AuditPlan) -> Ratios:
-    world = capture.world or 0
-    try:
-        said = said_in(capture, plan.run)
-        return ratios(plan.run, plan.worlds, Recording(world, said.until(plan.run.spec.rounds)), plan.claim)
-    except EquivocationError:
-        raise
-    except CaptureError:  # not one round was heard
-        return Ratios.silent(np.array([world]), plan.run.spec.rounds)
 
 
 def said_in(capture: Capture, run: Run) -> Transcript:
@@ -319,21 +329,26 @@ def started(
         )
     names = {capture.name for capture in kept}
     short = [capture for capture in single if capture.name not in names]
-    repeated = {capture.replica for capture in again}
-    outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
-    heard = {capture.replica for capture in single}
+    repeated, heard = ({capture.replica for capture in some} for some in (again, single))
     unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
-    lost = {k: entry for k, entry in unheard.items() if entry.world is not None}
-    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else _MISSING for entry in lost.values()]
+    runs = [
+        StartedRun(each, pair_of(each.replica), each.world or 0, _outcome(each, whole, repeated, ledger), whole)
+        for whole, some in ((True, kept), (False, short))
+        for each in some
+    ]
+    runs += [
+        StartedRun(None, pair_of(k), entry.world, entry.outcome if entry.outcome not in ("", "finished") else _MISSING)
+        for k, entry in unheard.items()
+        if entry.world is not None
+    ]
     notes = [_copied(copies)] if copies else []
     if short:  # where there are no coins, nothing can be said of them
         coined = short[0].world is not None
         what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
         notes.append(f"{what} of which rounds are missing")
     notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
-    gone = tuple((pair_of(k), int(entry.world or 0)) for k, entry in lost.items())
-    unknown, provisos = len(unheard) - len(lost), tuple(_of_seeds(ledger or {}))
-    return Started(kept, short, tuple(outcomes), gone, unknown, tuple(notes), pair_of, provisos)
+    unknown = sum(entry.world is None for entry in unheard.values())
+    return Started(tuple(runs), tuple(notes), unknown, tuple(_of_seeds(ledger or {})))
 
 
 def _of_seeds(ledger: Mapping[int, Entry]) -> Iterator[str]:
