@@ -14,7 +14,6 @@ from sottovoce_client.auditing.started import (
     TAKEN,
     Started,
     difference,
-    only_pair,
     require_promised,
     require_room,
     said_in,
@@ -207,7 +206,7 @@ def earlier(
     _require_features(captures, prepared)
     labels = _labels(captures)
     told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
-    runs = started(captures, prepared.run, ledger, only_pair if told is None else told.pair)
+    runs = started(captures, prepared.run, ledger, (lambda replica: 0) if told is None else told.pair)
     worlds = None if told is None else worlds_from(told, prepared, where)
     if told is not None:
         _require_same(told.spec, document, where, captures[0].name)
@@ -265,7 +264,7 @@ def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined
     """Runs of one world of a pair, together."""
     transcript = Transcript.joined([run.transcript for run in runs])
     together = Recording(runs[0].world, transcript, channel=tuple(seen for run in runs for seen in run.channel))
-    return replace(examine(plan.pairs[pair], together), pair=pair)
+    return examine(plan, together, pair)
 
 
 def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording]]:

@@ -308,13 +308,8 @@ def show_ciphertext(
 
 def _total(runs: Started) -> Ciphertext:
     """What wiretaps noted in all runs."""
-    total = Ciphertext()
-    for own in (capture.ciphertext for capture in runs.kept):
-        if own is not None:
-            total = Ciphertext(
-                total.connections + own.connections, total.records + own.records, total.bytes + own.bytes
-            )
-    return total
+    noted = [capture.ciphertext for capture in runs.kept if capture.ciphertext is not None]
+    return Ciphertext(*(sum(getattr(each, name) for each in noted) for name in ("connections", "records", "bytes")))
 
 
 def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> dict[str, Any]:

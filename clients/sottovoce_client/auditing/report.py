@@ -197,19 +197,18 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
 
 def _families(found: Findings) -> dict[str, Any]:
     """What each family comes to as if the others had found nothing, and what it shows of itself."""
-    conformance, likelihood, black_box = (found.of(family) for family in ("conformance", "likelihood", "black box"))
-    tried = [bound for bound in black_box.bounds if bound.view]
+    families = {
+        "conformance": found.of("conformance"),
+        "likelihood": found.of("likelihood"),
+        "black_box": found.of("black box"),
+    }
+    kinds: dict[str, str] = {name: decide(each).kind for name, each in families.items()}
+    if kinds["conformance"] == "unpromised":
+        kinds["conformance"] = "consistent"
+    tried = [bound for bound in families["black_box"].bounds if bound.view]
     return {
-        "kinds": {
-            "conformance": "consistent" if (kind := decide(conformance).kind) == "unpromised" else kind,
-            "likelihood": decide(likelihood).kind,
-            "black_box": decide(black_box).kind,
-        },
-        "classes": {
-            "conformance": _worst_by_class(conformance.tests),
-            "likelihood": _worst_by_class(likelihood.tests),
-            "black_box": _worst_by_class(black_box.tests),
-        },
+        "kinds": kinds,
+        "classes": {name: _worst_by_class(each.tests) for name, each in families.items()},
         "attempt": max(tried, key=lambda each: (each.value, each.correct / max(1, each.guesses)), default=None),
     }
 

@@ -104,15 +104,6 @@ def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-_PairOf = Callable[[int | None], int]
-"""The pair of worlds that a run is of, by its replica."""
-
-
-def only_pair(replica: int | None) -> int:
-    """All runs are of one pair of worlds."""
-    return 0
-
-
 _EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
 _MAX_NAMED = 3
 """Copies, and runs without a capture, that are named; more are counted."""
@@ -258,42 +249,6 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
             )
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
-
-
-def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
-    """Captures without their copies, and the copies: the same messages, byte by byte, wherever they lie.
-
-    Raises:
-        CaptureError: one cannot be read, or two of one id have different messages.
-    """
-    found, copies, ids = dict[str, Capture](), list[Capture](), dict[str, str]()
-    for capture in captures:
-        whole, parts = capture.digests()
-        key = (
-            parts if capture.totals()[0] or capture.ciphertext else whole
-        )  # where nothing was said, all captures look alike
-        ident = str(capture.facts["capture_id"])
-        if key in found:
-            copies.append(capture)
-            continue
-        if ident in ids:
-            raise CaptureError(f"{found[ids[ident]].name} and {capture.name} are both capture {ident}, and differ")
-        found[key], ids[ident] = capture, key
-    return list(found.values()), copies
-
-
-def _copied(copies: Sequence[Capture]) -> str:
-    names = _some([capture.name for capture in copies])
-    return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}"
-
-
-def _some(things: Iterable[object]) -> str:
-    """The first few by name, how many more."""
-    names = [str(each) for each in things]
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else "")
-
-
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +256,7 @@ def started(
     captures: Sequence[Capture],
     run: Run,
     ledger: Mapping[int, Entry] | None = None,
-    pair_of: _PairOf = only_pair,
+    pair_of: Callable[[int | None], int] = lambda replica: 0,
 ) -> Started:
     """What became of every run that was started.
 
@@ -309,7 +264,7 @@ def started(
         captures: all that there are.
         run: what was run.
         ledger: of all runs that were started; None: none is known but those that were captured.
-        pair_of: the pair of worlds of a run, by its replica.
+        pair_of: the pair of worlds of a run, by its replica (default: all are of one pair).
 
     Raises:
         CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
@@ -317,11 +272,15 @@ def started(
     """
     if not captures:
         raise CaptureError("no run was overheard: there is no capture")
-    single, copies = _distinct(captures)
-    single, again = _first_of_each(single)
-    if ledger is not None:
-        for capture in (*single, *again):
-            _require_entered(capture, ledger)
+    single, copies = _first_of_each(captures, _content)
+    ids = dict[str, Capture]()
+    for capture in single:
+        ident = str(capture.facts["capture_id"])
+        if (other := ids.setdefault(ident, capture)) is not capture:
+            raise CaptureError(f"{other.name} and {capture.name} are both capture {ident}, and differ")
+    single, again = _first_of_each(single, lambda each: each.name if each.replica is None else each.replica)
+    for capture in (*single, *again) if ledger is not None else ():
+        _require_entered(capture, _entry(capture, ledger))
     kept = _whole(single, run) if single[0].ciphertext is None else single
     if not kept:
         raise CaptureError(
@@ -331,41 +290,51 @@ def started(
     short = [capture for capture in single if capture.name not in names]
     repeated, heard = ({capture.replica for capture in some} for some in (again, single))
     unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
-    runs = [
-        StartedRun(each, pair_of(each.replica), each.world or 0, _outcome(each, whole, repeated, ledger), whole)
-        for whole, some in ((True, kept), (False, short))
-        for each in some
-    ]
+    runs = []
+    for capture in (*kept, *short):
+        whole, entry = capture.name in names, _entry(capture, ledger)
+        outcome = (entry.early if entry else "") or (WHOLE if whole else _EARLY)
+        outcome = _REPEATED if capture.replica in repeated else outcome
+        runs.append(StartedRun(capture, pair_of(capture.replica), capture.world or 0, outcome, whole))
     runs += [
-        StartedRun(None, pair_of(k), entry.world, entry.outcome if entry.outcome not in ("", "finished") else _MISSING)
+        StartedRun(None, pair_of(k), entry.world, entry.early or _MISSING)
         for k, entry in unheard.items()
         if entry.world is not None
     ]
-    notes = [_copied(copies)] if copies else []
+    notes = []
+    if copies:
+        notes.append(f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {_some(each.name for each in copies)}")
     if short:  # where there are no coins, nothing can be said of them
         coined = short[0].world is not None
         what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
         notes.append(f"{what} of which rounds are missing")
     notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
     unknown = sum(entry.world is None for entry in unheard.values())
-    return Started(tuple(runs), tuple(notes), unknown, tuple(_of_seeds(ledger or {})))
+    seeded = sum(entry.seeded for entry in ledger.values()) if ledger else 0
+    provisos = (seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
+    return Started(tuple(runs), tuple(notes), unknown, provisos)
 
 
-def _of_seeds(ledger: Mapping[int, Entry]) -> Iterator[str]:
-    """What learners said themselves of the noise of these runs."""
-    if seeded := sum(entry.seeded for entry in ledger.values()):
-        yield seeded_noise(seeded, len(ledger))
+def _some(things: Iterable[object]) -> str:
+    """The first few by name, how many more."""
+    names = [str(each) for each in things]
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else "")
 
 
-def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
-    """One capture of every numbered run, and those that are of a run that has one already."""
+def _content(capture: Capture) -> str:
+    """Equal for copies, wherever they lie: of messages, byte by byte; where nothing was said, all captures look alike."""
+    whole, parts = capture.digests()
+    return parts if capture.totals()[0] or capture.ciphertext else whole
+
+
+def _first_of_each(
+    captures: Sequence[Capture], key: Callable[[Capture], object]
+) -> tuple[list[Capture], list[Capture]]:
+    """The first capture with every key, and the others."""
     first, again = dict[object, Capture](), list[Capture]()
     for capture in captures:
-        key = capture.name if capture.replica is None else capture.replica
-        if key in first:
+        if first.setdefault(key(capture), capture) is not capture:
             again.append(capture)
-        else:
-            first[key] = capture
     return list(first.values()), again
 
 
@@ -376,26 +345,16 @@ def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
     return [capture for capture in kept if said_in(capture, run).rounds == run.spec.rounds]
 
 
-def _outcome(capture: Capture, whole: bool, repeated: set[int | None], ledger: Mapping[int, Entry] | None) -> str:
-    if capture.replica in repeated:
-        return _REPEATED
-    entry = _entry(capture, ledger or {})
-    if entry is not None and entry.outcome not in ("", "finished"):
-        return entry.outcome
-    return WHOLE if whole else _EARLY
+def _entry(capture: Capture, ledger: Mapping[int, Entry] | None) -> Entry | None:
+    return None if capture.replica is None or ledger is None else ledger.get(capture.replica)
 
 
-def _entry(capture: Capture, ledger: Mapping[int, Entry]) -> Entry | None:
-    return None if capture.replica is None else ledger.get(capture.replica)
-
-
-def _require_entered(capture: Capture, ledger: Mapping[int, Entry]) -> None:
+def _require_entered(capture: Capture, entry: Entry | None) -> None:
     """A capture must be the one that the ledger knows.
 
     Raises:
         CaptureError: it is of no run there, of another world, or not the same any more.
     """
-    entry = _entry(capture, ledger)
     if entry is None:
         raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
     if entry.world is not None and capture.world != entry.world:

@@ -321,6 +321,11 @@ class Entry(BaseModel, strict=True, frozen=True, extra="forbid"):
     capture: str = ""
     seeded: bool = False
 
+    @property
+    def early(self) -> str:
+        """How it ended before its last round; empty: it did not, or nobody saw its end."""
+        return "" if self.outcome == "finished" else self.outcome
+
 
 def read_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
     """The started runs of the audit that these worlds belong to, by replica; None: it kept no ledger.

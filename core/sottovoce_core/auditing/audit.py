@@ -177,25 +177,38 @@ class Audit:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(plan: AuditPlan, part: Recording, single: Apart | None = None, tell: Tell = nobody) -> Examined:
-    """Keep what the tests need of some runs; what takes long of it says how far it is."""
-    from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
+def examine(
+    plan: AuditPlan,
+    part: Recording,
+    pair: int = 0,
+    single: Apart | None = None,
+    tell: Tell = nobody,
+    *,
+    losses_alone: bool = False,
+) -> Examined:
+    """Keep what the tests need of some runs.
 
+    Args:
+        plan: the audit, of all pairs of worlds.
+        part: what was heard of these runs, which live in one world.
+        pair: of worlds, by its place in the plan.
+        single: losses of single rounds, where these were drawn anew.
+        tell: is told how far it is, in what takes long.
+        losses_alone: their noise is not examined.
+    """
+    plan = plan.pairs[pair]
+    run, hears, transcript = plan.run, plan.listener, part.transcript
     noise = None
-    if plan.listener.threat is not ThreatModel.OUTPUT:
-        close = math.ceil(plan.close * part.transcript.replicas)
-        share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
-        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share, tell)
-    return replace(_losses(plan, part, single), noise=noise)
+    if not losses_alone and hears.threat is not ThreatModel.OUTPUT:
+        from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
 
-
-def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
-    """Of some runs, all but their noise."""
-    replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
-    seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
-    judged = plan.listener.replayable and part.channel
-    private = differences(plan.run, plan.worlds, part.transcript) if judged else None
-    return Examined(part.world, seen, part.channel, replayed, single, private=private)
+        close = math.ceil(plan.close * transcript.replicas)
+        share = min(1.0, transcript.replicas * numbers_of(run) / max(1, plan.numbers))
+        noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, close, share, tell)
+    replayed = ratios(run, plan.worlds, part, plan.claim) if hears.replayable else None
+    seen = np.nan_to_num(hears.seen(part, plan.worlds, run), nan=0.0)  # what nobody heard
+    private = differences(run, plan.worlds, transcript) if hears.replayable and part.channel else None
+    return Examined(part.world, seen, part.channel, replayed, single, noise, pair, private)
 
 
 def _simulated(
@@ -215,20 +228,16 @@ def _simulated(
         actual: what really runs (default: what is claimed).
         losses_alone: their noise is not examined.
     """
-    plan = plan.pairs[share.pair]
+    pair = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
     made = _MADE_OF_LOSSES if losses_alone else _MADE
     of_share = Share(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
-    decisions = plan.listener.threat is ThreatModel.OUTPUT
-    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
+    decisions = pair.listener.threat is ThreatModel.OUTPUT
+    part = overhear(actual or pair.run, pair.data, pair.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
-    if plan.listener.replayable:
-        generator = np.random.default_rng(coins)
-        single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
-    if losses_alone:
-        return replace(_losses(plan, part, single), pair=share.pair)
-    looked = examine(plan, part, single, within(share.tell, made, 1.0))
-    return replace(looked, pair=share.pair)
+    if pair.listener.replayable:
+        single = apart(pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual)
+    return examine(plan, part, share.pair, single, within(share.tell, made, 1.0), losses_alone=losses_alone)
 
 
 def audit_simulated(

@@ -113,13 +113,10 @@ class Levels:
     alpha: float
     shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: SHARES)
 
-    def family(self, family: Family) -> float:
-        """Of all parts of a family together."""
-        return self._of(sum(self.shares[family].values(), Fraction(0)))
-
     def of(self, family: Family, part: Part, among: int = 1) -> float:
         """Of each of so many tests or bounds that share a part evenly."""
-        return self._of(self.shares[family][part]) / among
+        share = self.shares[family][part]
+        return self.alpha * share.numerator / share.denominator / among
 
     def judged(self, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
         """Tests of a part, each with its level: half of it for the primary ones, half for the others, evenly."""
@@ -127,9 +124,6 @@ class Levels:
         counts = Counter(test.primary for test in tests)
         level = {primary: self.of(family, part, len(counts) * count) for primary, count in counts.items()}
         return tuple(replace(test, family=family, part=part, level=level[test.primary]) for test in tests)
-
-    def _of(self, share: Fraction) -> float:
-        return self.alpha * share.numerator / share.denominator
 
 
 # ---- lower bounds on epsilon -----------------------------------------------------------------------------------------

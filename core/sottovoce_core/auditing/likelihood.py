@@ -219,28 +219,19 @@ def apart(
     replicas, rounds = transcript.replicas, transcript.rounds
     coins = generator.integers(0, 2, (rounds, replicas))
     losses = np.zeros((rounds, replicas))
-    with np.errstate(invalid="ignore"):
-        for learner in worlds.holders(run):
-            losses += _of_learner(run, actual or run, worlds, transcript, noise, coins, learner)
+    for learner in worlds.holders(run):
+        claimed = Replay(run, learner, replicas, 2)
+        really = claimed if actual is None or actual is run else Replay(actual, learner, replicas, 2)
+        for t, coin in enumerate(coins):
+            density = claimed.density(_picked(really.says(noise), coin))
+            with np.errstate(invalid="ignore"):
+                losses[t] += density[0] - density[1]
+            messages = transcript.messages(t, learner, claimed.concerned)
+            for machine in {claimed, really}:
+                machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
+            if not claimed.known:
+                break
     return Apart(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
-
-
-def _of_learner(
-    run: Run, actual: Run, worlds: Worlds, transcript: Transcript, noise: Noise, coins: IntArray, learner: int
-) -> FloatArray:
-    """`(rounds, replicas)` loss of the messages that one learner says."""
-    claimed = Replay(run, learner, transcript.replicas, 2)
-    really = claimed if actual is run else Replay(actual, learner, transcript.replicas, 2)
-    losses = np.zeros(coins.shape)
-    for t, coin in enumerate(coins):
-        density = claimed.density(_picked(really.says(noise), coin))
-        losses[t] = density[0] - density[1]
-        messages = transcript.messages(t, learner, claimed.concerned)
-        for machine in {claimed, really}:
-            machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
-        if not claimed.known:
-            break
-    return losses
 
 
 def _picked(message: Message, coin: IntArray) -> Message:

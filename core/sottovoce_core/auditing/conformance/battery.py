@@ -65,9 +65,6 @@ INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Fres
 _NEAR, _FAR = 2**21, 2**22
 """Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
 
-_TAKEN_NEAR, _TAKEN_FAR = 0.1, 0.3
-"""What share of the time of such a block it takes to take the noise off its messages, about."""
-
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
 
@@ -148,20 +145,17 @@ def examine_noise(
     parts = list(_slices(transcript, numbers_of(run), close))
     # Memory that is new to a process costs more than what is done with it.
     memory = Block.blank(layout, max(part.replicas for part, _ in parts))
-    learners, looked = run.spec.n_learners, 0
+    looked = 0
     for part, near in parts:
         room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
         start, looked = looked / transcript.replicas, looked + part.replicas
-        stop = looked / transcript.replicas
-        middle = start + (_TAKEN_NEAR if near else _TAKEN_FAR) * (stop - start)
         taken = []
-        for i in range(learners):
+        for i in range(run.spec.n_learners):
             its = other if i in holders else None
             taken.append(residuals(run, part, lived, i, close=near, other=its, room=room.of(i), schedule=schedule))
-            within(tell, start, middle)((i + 1) / learners)
         if any(taken):
-            found.add(room.with_past(taken), within(tell, middle, stop))
+            found.add(room.with_past(taken), within(tell, start, looked / transcript.replicas))
     return found
 
 

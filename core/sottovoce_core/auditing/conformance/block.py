@@ -181,26 +181,21 @@ class Block:
 
         Memory is slower than what is done with a number, so each piece fits into a processor's cache.
         """
-        _, rounds, runs, numbers = self.values.shape
-        step = max(1, _PIECE // (rounds * numbers))
-        for i in range(len(self.layout.learners)):
-            for start in range(0, runs, step):
-                some = slice(start, min(start + step, runs))
-                yield i, some, self._part(slice(i, i + 1), some)
+        for i in range(len(self.values)):
+            for some, piece in self.by_runs(slice(i, i + 1)):
+                yield i, some, piece
 
-    def by_runs(self) -> Iterator[tuple[slice, Block]]:
-        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one; which, and it."""
-        learners, rounds, runs, numbers = self.values.shape
-        step = max(1, _PIECE // (learners * rounds * numbers))
+    def by_runs(self, learners: slice = slice(None)) -> Iterator[tuple[slice, Block]]:
+        """The same of these learners together: as many runs at a time as fit, or one; which, and their noise."""
+        by_scale = {part: getattr(self, part)[learners] for part in OF_SCALES}
+        own = {part: getattr(self, part)[learners] for part in UNKNOWN if part not in OF_SCALES}
+        runs = self.values.shape[2]
+        step = max(1, _PIECE * runs // own["values"].size)
         for start in range(0, runs, step):
             some = slice(start, min(start + step, runs))
-            yield some, self._part(slice(None), some)
-
-    def _part(self, learners: slice, runs: slice) -> Block:
-        rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
-        rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
-        past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, runs] for what, x in self.past.items()}
-        return Block(self.layout, **rows, past=past)
+            rows = by_scale | {part: values[:, :, some] for part, values in own.items()}
+            past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, some] for what, x in self.past.items()}
+            yield some, Block(self.layout, **rows, past=past)
 
     @property
     def runs(self) -> int:

@@ -23,7 +23,7 @@ from scipy import stats
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
 from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
-from sottovoce_core.auditing.conformance.p_values import Judged, binomial, by_place, dyadic, even, pooled, worst
+from sottovoce_core.auditing.conformance.p_values import Judged, binomial, dyadic, even, pooled, worst
 from sottovoce_core.auditing.conformance.residuals import ByteArray
 
 _MOST_LOST = 4
@@ -265,8 +265,7 @@ class Lattice(Instrument):
             ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
         )
         for name, what, judge, counts, detail, primary in kinds:
-            yield from pooled(prefix + name, what, judge, counts, detail, primary=primary)
-            yield from by_place(f"learner {prefix}{name}", what, judge, counts, self._layout.field_voices, detail)
+            yield from pooled(prefix + name, what, judge, counts, detail, self._layout.field_voices, primary=primary)
         yield from _coarse(prefix + "coarse messages", f"no message of {of} is coarser", words)
 
 

@@ -20,7 +20,6 @@ from sottovoce_core.auditing.conformance.p_values import (
     Judged,
     Scales,
     binomial,
-    by_place,
     dyadic,
     even,
     gamma,
@@ -200,8 +199,7 @@ class Marginal(Instrument):
         """How many are large, or small; the largest; the shape of the law."""
         places, what = self._layout.field_voices, "as many numbers are large as the law says"
         beyond = [f"sizes above {math.log(2.0) * j:.3g}" for j in range(_FURTHEST)]
-        yield from pooled("tails", what, dyadic, self._tails, lambda k: beyond[k + 1], primary=True)
-        yield from by_place("learner tails", what, dyadic, self._tails, places, lambda k: beyond[k + 1])
+        yield from pooled("tails", what, dyadic, self._tails, lambda k: beyond[k + 1], places, primary=True)
         count, largest = int(self._counts.sum()), float(self._largest.max())
         at = places[int(self._largest.argmax())]
         yield Test("largest", "the largest number is as large as it should be", largest, _maximum(largest, count), at)
@@ -213,8 +211,7 @@ class Marginal(Instrument):
         chance = float(stats.binom.sf(zeros - 1, count, _NEAR))
         yield Test("zeros", "no number is without noise", zeros, chance, place if zeros else "", primary=False)
         what = "all parts of the law are as full as they should be"
-        yield from pooled("shape", what, _shape, self._cells)
-        yield from by_place("learner shape", what, _shape, self._cells, places)
+        yield from pooled("shape", what, _shape, self._cells, places=places)
         distance = _distance(self._histogram)
         # Massart's constant (1990) makes the bound hold for any number of numbers; it is the law itself far out.
         p_value = min(1.0, 2.0 * math.exp(-2.0 * count * distance**2))

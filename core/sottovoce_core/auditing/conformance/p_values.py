@@ -95,26 +95,30 @@ def pooled(
     judge: Callable[[IntArray], Judged],
     counts: IntArray,
     detail: Callable[[int], str] = lambda _: "",
+    places: Sequence[str] = (),
     *,
     primary: bool = False,
 ) -> list[Test]:
-    """Of `counts`, `(places, ...)`, that of all places together; `detail` says in words which of its tests it is."""
+    """Of `counts`, `(places, ...)`, that of all places together, and of the worst one where several are named.
+
+    Args:
+        name, what: as of `Test`.
+        judge: the tests of every place.
+        counts: of the places.
+        detail: which of its tests it is, in words.
+        places: of learners, in words.
+        primary: as of `Test`, of all places together.
+    """
     found = judge(counts.sum(axis=0, keepdims=True))
-    return worst(name, what, found, lambda index: detail(index[1]), primary=primary)
-
-
-def by_place(
-    name: str,
-    what: str,
-    judge: Callable[[IntArray], Judged],
-    counts: IntArray,
-    places: Sequence[str],
-    detail: Callable[[int], str] = lambda _: "",
-) -> list[Test]:
-    """The same of the worst place; none if there is only one."""
-    if len(places) < 2:
-        return []
-    return worst(name, what, judge(counts), lambda index: ", ".join(filter(None, (places[index[0]], detail(index[1])))))
+    tests = worst(name, what, found, lambda index: detail(index[1]), primary=primary)
+    if len(places) > 1:
+        tests += worst(
+            f"learner {name}",
+            what,
+            judge(counts),
+            lambda index: ", ".join(filter(None, (places[index[0]], detail(index[1])))),
+        )
+    return tests
 
 
 @dataclass(frozen=True, slots=True)
