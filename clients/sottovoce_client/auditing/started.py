@@ -186,7 +186,11 @@ class Started:
         Raises:
             CaptureError: one cannot be read.
         """
-        return {_within(each.name, self.root): each.digests()[0] for each in self.captures}
+        found = {}
+        for each in self.captures:
+            place = each.name.removeprefix(f"{self.root}/") if each.name != self.root else PurePosixPath(each.name).name
+            found[place] = each.digests()[0]
+        return found
 
     @property
     def tapped(self) -> bool:
@@ -212,10 +216,6 @@ class Started:
     def counts(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
         return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
-
-
-def _within(name: str, root: str) -> str:
-    return name.removeprefix(f"{root}/") if name != root else PurePosixPath(name).name
 
 
 def said_in(capture: Capture, run: Run) -> Transcript:

@@ -118,7 +118,9 @@ class Ratios:
 def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Ratios:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
-        single = _whole(worlds.losses(run, part.transcript), run.spec.rounds)
+        heard = worlds.losses(run, part.transcript)
+        unheard = np.zeros((run.spec.rounds - len(heard), heard.shape[1]))  # rounds that were not heard tell nothing
+        single = np.concatenate([heard, unheard])
         losses = np.cumsum(single, axis=0)
     shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
     most = (claim * (1.0 + _ROUNDING) + _ROUNDING)[: len(shown), None]
@@ -134,11 +136,6 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
         typical=shown.mean(axis=1),
         stretches=_stretches(single),
     )
-
-
-def _whole(losses: FloatArray, rounds: int) -> FloatArray:
-    """Losses of single rounds `(rounds heard, runs)`: rounds that were not heard tell nothing."""
-    return np.concatenate([losses, np.zeros((rounds - len(losses), losses.shape[1]))])
 
 
 def _stretches(losses: FloatArray) -> FloatArray:

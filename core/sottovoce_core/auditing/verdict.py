@@ -346,15 +346,17 @@ def _most(plan: AuditPlan) -> float:
 def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach]:
     if not numbers:
         return
-    error = (_normal(plan.levels.of("conformance", "marginal", 8) / 2) + _normal(1 - _POWER)) / math.sqrt(numbers)
-    yield Reach("marginal", error, f"noise whose scale is wrong by {_percent(error)}")
+    error: float = (
+        stats.norm.isf(plan.levels.of("conformance", "marginal", 8) / 2) + stats.norm.isf(1 - _POWER)
+    ) / math.sqrt(numbers)
+    yield Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
     learners = plan.run.spec.n_learners
     messages = 2 * plan.all_runs * plan.run.spec.rounds * learners
     if learners > 1:
         products = max(1.0, plan.close * numbers / learners)
         among = _NEAR_LAGS * learners * (learners - 1) / 2
         share = plan.levels.of("conformance", "dependence", 8) / among
-        together = min(1.0, (_normal(share / 2) + 1.6) / math.sqrt(products))
+        together = min(1.0, (stats.norm.isf(share / 2) + 1.6) / math.sqrt(products))
         yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
     enough = _RESOLVED * -math.log2(plan.levels.of("conformance", "dependence", 40) / _SIGNED_BITS)
     if on_lattice and plan.close * numbers >= enough:
@@ -406,13 +408,3 @@ def _blind(plan: AuditPlan, numbers: int, losses: FloatArray, most: float) -> st
     if not (halved or exceeds or slope):
         return "a learner with half of its noise"
     return ""
-
-
-def _normal(above: float) -> float:
-    """The normal number that is exceeded so often."""
-    quantile: float = stats.norm.isf(above)
-    return quantile
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"

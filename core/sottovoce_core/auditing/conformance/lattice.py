@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -259,9 +260,10 @@ class Lattice(Instrument):
 
     def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], Judged]) -> Iterator[Test]:
         """That all of the lattice is used: of K', or of a."""
-        kinds = (
+        ending, zeros = partial(dyadic, most=_ZEROS), lambda k: f"{k + 1} zeros or more"
+        kinds: tuple[tuple[str, str, Callable[[IntArray], Judged], IntArray, Callable[[int], str], bool], ...] = (
             ("bits", f"every bit of {of} is fair", bits, words.bytes, "bit {}".format, True),
-            ("trailing zeros", f"{of} ends in zeros by chance", _ending, words.zeros, _at_least, not prefix),
+            ("trailing zeros", f"{of} ends in zeros by chance", ending, words.zeros, zeros, not prefix),
             ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
         )
         for name, what, judge, counts, detail, primary in kinds:
@@ -303,15 +305,6 @@ def _bytes(counts: IntArray) -> Judged:
 def _digits(k: int) -> str:
     first, width = (4 * k, 4) if k <= _UNIFORM else (_STARTS[k - _UNIFORM - 1], 8)
     return f"bits {first} to {first + width - 1}"
-
-
-def _ending(counts: IntArray) -> Judged:
-    """Of `zeros`."""
-    return dyadic(counts, most=_ZEROS)
-
-
-def _at_least(k: int) -> str:
-    return f"{k + 1} zeros or more"
 
 
 def _coarse(name: str, what: str, words: _Words) -> list[Test]:
