@@ -113,7 +113,7 @@ _ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
-class StartedRun:
+class _StartedRun:
     """A run of an audit.
 
     Attributes:
@@ -157,7 +157,7 @@ class Started:
         root: the folder that captures are named by, which may lie anywhere; empty: none was said.
     """
 
-    runs: tuple[StartedRun, ...]
+    runs: tuple[_StartedRun, ...]
     source: tuple[str, ...] = ()
     unknown: int = 0
     provisos: tuple[str, ...] = ()
@@ -295,9 +295,9 @@ def started(
         whole, entry = capture.name in names, _entry(capture, ledger)
         outcome = (entry.early if entry else "") or (WHOLE if whole else _EARLY)
         outcome = _REPEATED if capture.replica in repeated else outcome
-        runs.append(StartedRun(capture, pair_of(capture.replica), capture.world or 0, outcome, whole))
+        runs.append(_StartedRun(capture, pair_of(capture.replica), capture.world or 0, outcome, whole))
     runs += [
-        StartedRun(None, pair_of(k), entry.world, entry.early or _MISSING)
+        _StartedRun(None, pair_of(k), entry.world, entry.early or _MISSING)
         for k, entry in unheard.items()
         if entry.world is not None
     ]
