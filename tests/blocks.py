@@ -12,7 +12,7 @@ from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Levels, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
 from sottovoce_core.auditing.conformance.residuals import ALL
 from sottovoce_core.noise import grid
 
@@ -83,8 +83,11 @@ def block_of(
     resolved = everywhere & np.broadcast_to(True if judged is None else judged, steps.shape)
     values = steps * (spacing / scales)[:, :, None]
     return Block(
-        tuple(f"learner {i}" for i in range(n_learners)) if learners is None else tuple(learners),
-        (("y", numbers),) if fields is None else tuple(fields),
+        Layout(
+            tuple(f"learner {i}" for i in range(n_learners)) if learners is None else tuple(learners),
+            rounds,
+            (("y", numbers),) if fields is None else tuple(fields),
+        ),
         values=np.where(everywhere, values, np.nan),
         steps=np.where(resolved, steps, 0),
         said=np.where(resolved, steps + centre, 0),
@@ -144,7 +147,7 @@ def closely(block: Block) -> Block:
 
 def judged(kind: type[Instrument], *blocks: Block) -> dict[str, Test]:
     """What an instrument comes to, by name, each test with its level at 99 %; looked at closely."""
-    instrument = kind()
+    instrument = kind(blocks[0].layout)
     for block in blocks:
         instrument.add(closely(block))
     return {test.name: test for test in Levels(0.01).judged(kind.part, instrument.tests())}
@@ -175,7 +178,7 @@ def require_adds_up(kind: type[Instrument], rng: np.random.Generator, rel: float
     """One block, and three of which two are in another instrument: p-values are equal but for so much of them."""
     noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
     parts = [closely(block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20])) for k in (0, 20, 40)]
-    first, others = kind(), kind()
+    first, others = kind(parts[0].layout), kind(parts[0].layout)
     first.add(parts[0])
     others.add(parts[1])
     others.add(parts[2])

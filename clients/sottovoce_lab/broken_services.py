@@ -82,7 +82,7 @@ def measure_on_network(
     def found_by(runs: int, each: int) -> str:
         plan = plan_beside_numbers(BASE, runs, each, learner=_ACCEPTING)
         with made_with(broken, plan, "relay") as made:
-            return _found_in_audit(audit_of(plan, made, "real services", say_nothing))
+            return _found_in_audit(audit_of(plan, made, say_nothing))
 
     return served(blank, found_by, rungs, seed)
 
@@ -159,7 +159,7 @@ async def _make_runs(
             outcome = await run_on(
                 coordinator, spec, records, lambda *seen: None, world=world, replica=k, credentials=own
             )
-            ledger[k] = Entry(outcome.run_id, outcome.state, world)
+            ledger[k] = Entry(run_id=outcome.run_id, outcome=outcome.state, world=world)
             if broken.lost is not None and broken.lost(world) and outcome.capture is not None:
                 shutil.rmtree(outcome.capture)
     return ledger

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.worlds import at_a_time, overhear, shares
+from sottovoce_core.auditing.worlds import Share, at_a_time, overhear, shares
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_extra
@@ -140,11 +140,16 @@ def _nonconforming(plan: AuditPlan, broken: Broken) -> str:
     """The part of conformance whose p-value is furthest below its level."""
     from sottovoce_core.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
 
-    run, battery = broken.actual or plan.run, Battery()
-    for share in shares(plan.runs, at_a_time(plan.run), plan.seeds.audited):
+    def examined(share: Share) -> Battery:
         said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
         close = math.ceil(plan.close * said.replicas)
-        battery.merge(examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close))
+        return examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close)
+
+    run = broken.actual or plan.run
+    first, *others = shares(plan.runs, at_a_time(plan.run), plan.seeds.audited)
+    battery = examined(first)
+    for share in others:
+        battery.merge(examined(share))
     rejecting = [test for test in battery.tests(plan.levels) if test.rejects]
     strongest = min(rejecting, key=lambda test: test.p_value / test.level, default=None)
     return "" if strongest is None else str(strongest.part)

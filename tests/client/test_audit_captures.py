@@ -14,15 +14,15 @@ import pyarrow as pa
 import pytest
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import _from_captures, channel, lines_of
+from sottovoce_client.auditing.captures import Lines, audit_of, conversation, earlier, lines_of
 from sottovoce_client.auditing.network import in_turn
 from sottovoce_client.auditing.started import difference
-from sottovoce_client.auditing.worlds import WORLDS_FILE, pairs_of, worlds_from, write_worlds
+from sottovoce_client.auditing.worlds import WORLDS_FILE, WorldsFile, worlds_from, write_worlds
 from sottovoce_client.terminal import say_nothing
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
-from sottovoce_core.auditing.views import tables
+from sottovoce_core.auditing.views import CHANNEL, PACE, Features, features_of, tables
 from sottovoce_core.auditing.worlds import chosen
 from sottovoce_core.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
 from sottovoce_core.experiment import Prepared
@@ -109,7 +109,11 @@ def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked:
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return _from_captures(str(folder), AuditRequest(**asked), prepare, say_nothing, spec=spec)
+    return audit_of(*earlier(str(folder), AuditRequest(**asked), prepare, say_nothing, spec=spec), say_nothing)
+
+
+def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
+    return features_of(conversation(table, lines, run_id), {**CHANNEL, **PACE})
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------
@@ -162,7 +166,7 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     write_worlds(tmp_path, plan)
     document = json.loads((tmp_path / WORLDS_FILE).read_text())
     assert kind in document["pairs"][0]
-    (back, *_) = worlds_from(document, Prepared(plan.run, plan.data), "there")
+    (back, *_) = worlds_from(WorldsFile(**document), Prepared(plan.run, plan.data), "there")
     for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
         for t in range(ROUNDS):
             np.testing.assert_array_equal(one.batch(t).features, other.batch(t).features)
@@ -170,32 +174,21 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     np.testing.assert_array_equal(back.replaced, plan.worlds.replaced)
 
 
-def test_worlds_of_one_pair_are_read_as_they_were_written_before(tmp_path: Path) -> None:
-    plan = planned()
-    write_worlds(tmp_path, plan)
-    document = json.loads((tmp_path / WORLDS_FILE).read_text())
-    (pair,) = document.pop("pairs")
-    old = {**document, **pair, "format": "sottovoce-worlds-1"}
-    (back,) = worlds_from(old, Prepared(plan.run, plan.data), "there")
-    assert back.what == plan.worlds.what and pairs_of(old, "there")(7) == 0
-
-
 def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Path) -> None:
     plan = planned(runs=400)
     assert len(plan.pairs) > 1
     pairs = in_turn(plan)
     write_worlds(tmp_path, plan, pair_of_run=pairs)
-    document = json.loads((tmp_path / WORLDS_FILE).read_text())
+    document = WorldsFile.model_validate_json((tmp_path / WORLDS_FILE).read_text())
     back = worlds_from(document, Prepared(plan.run, plan.data), "there")
     assert [each.what for each in back] == [each.worlds.what for each in plan.pairs]
     assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
-    of_run = pairs_of(document, "there")
-    assert [of_run(replica) for replica in range(len(pairs))] == pairs
+    assert [document.pair(replica) for replica in range(len(pairs))] == pairs
     for wrong in (-1, len(pairs), None):
-        with pytest.raises(CaptureError, match="pair of worlds"):
-            of_run(wrong)
+        with pytest.raises(CaptureError, match="which of the 4 pairs of worlds"):
+            document.pair(wrong)
     with pytest.raises(CaptureError, match="pair_of_run"):
-        pairs_of({**document, "pair_of_run": [9]}, "there")
+        document.model_copy(update={"pair_of_run": [9]}).pair(0)
 
 
 def test_a_run_of_another_pair_of_worlds_alone_is_refused(tmp_path: Path) -> None:
@@ -306,7 +299,7 @@ WORLDS: dict[str, tuple[Callable[[dict[str, Any]], str], type[SottovoceError], s
     "other spec": (lambda d: broken(d, spec={**d["spec"], "rounds": 9}), CaptureError, "differ in rounds: 9 and 4"),
     "no record": (lambda d: broken(d, first={}), CaptureError, "does not say"),
     "no such use": (lambda d: broken(d, use=99), DataError, r"worlds\.json: position"),
-    "not a number": (lambda d: broken(d, use="0"), CaptureError, "use must be a number"),
+    "not a number": (lambda d: broken(d, use="0"), CaptureError, "pairs.0.use must be a whole number"),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import _from_captures, find
+from sottovoce_client.auditing.captures import audit_of, earlier, find
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
 from sottovoce_client.auditing.worlds import LedgerWriter
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
@@ -59,7 +59,7 @@ def prepared(tmp_path: Path) -> Prepared:
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", Reported()
     audited = ASKED.plan(prepared)
-    done = on_network(folder, per_process=2, seeded=True)(audited, say=said.say)
+    done = on_network(audited, say=said.say, folder=folder, seeded=True)
     captures = find(open_folder(folder / "captures"))
     assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
     assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
@@ -72,7 +72,7 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
     assert len(done.worlds) == 2 * RUNS and "10 runs of real services" in done.source
     assert done.shown is not None and done.largest <= done.found.claim
 
-    again = _from_captures(str(folder), ASKED, prepare, said.say)
+    again = audit_of(*earlier(str(folder), ASKED, prepare, said.say), said.say)
     np.testing.assert_array_equal(again.worlds, done.worlds)
     np.testing.assert_array_equal(again.noise, done.noise)
     assert again.largest == done.largest and again.found.bounds == done.found.bounds
@@ -92,7 +92,7 @@ class Services:
 
     coordinator, credentials = "", Credentials()
 
-    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int, tls: bool) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, *, tls: bool) -> None:
         self.spec = spec
 
     async def __aenter__(self) -> Self:
@@ -132,11 +132,11 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
     audited = ASKED.plan(prepared)
     kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --captures {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
-        on_network(tmp_path / "out")(audited, say=say_nothing)
+        on_network(audited, say=say_nothing, folder=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
-        on_network(tmp_path / "other")(audited, say=say_nothing)
+        on_network(audited, say=say_nothing, folder=tmp_path / "other")
 
 
 def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
@@ -153,7 +153,7 @@ def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
     monkeypatch.setattr(audit_network, "LocalServices", Dying)
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
 
 
 def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monke
 
     monkeypatch.setattr(LedgerWriter, "ended", ended)
     with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
 
 
 def revealed(folder: Path) -> list[int]:
@@ -184,7 +184,7 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(tmp_path / name, **more)(audited, say=say_nothing)
+            on_network(audited, say=say_nothing, folder=tmp_path / name, **more)
     assert revealed(tmp_path / "seeded") == coins(audited).tolist()
     drawn = revealed(tmp_path / "drawn")
     assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
@@ -197,7 +197,7 @@ def test_records_and_coins_are_their_users_alone(
     before = os.umask(0o022)
     try:
         with pytest.raises(CaptureError, match="no run was overheard"):
-            on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+            on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
     finally:
         os.umask(before)
     there = [tmp_path / "captures", *(tmp_path / "captures").iterdir()]
@@ -219,7 +219,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
@@ -236,7 +236,7 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     assert [line["replica"] for line in lines if line.get("seeded")] == [2]
 
@@ -244,13 +244,13 @@ def test_noise_that_can_be_repeated_stands_in_the_ledger(
 def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "captures" / "old").mkdir(parents=True)
     with pytest.raises(SpecError, match="captures must be empty or missing"):
-        on_network(tmp_path)(ASKED.plan(prepared), say=say_nothing)
+        on_network(ASKED.plan(prepared), say=say_nothing, folder=tmp_path)
 
 
 def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
     audited: AuditPlan = AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT).plan(prepared)
     with pytest.raises(SpecError, match="--threat output"):
-        on_network(tmp_path)(audited, say=say_nothing)
+        on_network(audited, say=say_nothing, folder=tmp_path)
     assert not (tmp_path / "captures").exists()
 
 

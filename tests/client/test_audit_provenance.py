@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.auditing.audit import show
-from sottovoce_client.auditing.worlds import WORLDS_FILE, LedgerWriter, read_ledger, write_worlds
+from sottovoce_client.auditing.worlds import LedgerWriter, read_ledger, read_worlds, write_worlds
 from sottovoce_client.transcripts.provenance import noise_of, provenance
 from sottovoce_client.transcripts.verify import NOT_ALL_SIGNED, verify
 from sottovoce_client.watching.watch import WatchRequest, watch, where
@@ -294,8 +294,7 @@ def test_what_learners_said_of_their_noise_stands_in_the_ledger(tmp_path: Path) 
         ledger.started(k)
         keep(tmp_path, plan, int(coins[k]), k)
         ledger.ended(k, f"run-{k}", "finished", seeded=k < 3)
-    told = json.loads((tmp_path / WORLDS_FILE).read_text())
-    entries = read_ledger(open_folder(tmp_path), told) or {}
+    entries = read_ledger(open_folder(tmp_path), read_worlds(open_folder(tmp_path))) or {}
     assert [entry.seeded for entry in entries.values()] == [k < 3 for k in range(two)]
     done = audited(tmp_path, plan)
     assert done.coins == "seed" and f"of 3 of {two} runs {SEEDED}" in done.provisos[-1]

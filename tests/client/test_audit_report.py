@@ -16,8 +16,15 @@ from rich.console import Console
 
 from sottovoce_client.auditing.audit import _print_rows, print_verdict, show
 from sottovoce_client.auditing.audit import _rows as audit_rows
-from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
-from sottovoce_client.auditing.plots import allowed, expected, progress, roc
+from sottovoce_client.auditing.plots import (
+    _allowed,
+    _close_rounds,
+    _expected,
+    _progress,
+    _quantiles,
+    _roc,
+    most_different,
+)
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.bounds import epsilon_lower_bound
@@ -325,24 +332,24 @@ def ratios_of(total: list[float], worlds: list[int]) -> Ratios:
 
 
 def test_roc_by_hand() -> None:
-    false, true = roc(ratios_of([math.inf, 2.0, 2.0, -1.0, -math.inf], [0, 0, 1, 0, 1]))
+    false, true = _roc(ratios_of([math.inf, 2.0, 2.0, -1.0, -math.inf], [0, 0, 1, 0, 1]))
     assert true.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1, 1])
     assert false.tolist() == pytest.approx([0, 0, 1 / 2, 1 / 2, 1])
 
 
 def test_what_a_claim_allows() -> None:
     at = np.array([0.0, 0.1, 0.5, 1.0])
-    assert allowed(0.0, at) == pytest.approx(at)
-    assert allowed(1.0, at) == pytest.approx([0.0, 0.1 * math.e, 1 - 0.5 / math.e, 1.0])
-    assert allowed(5000.0, at[1:]) == pytest.approx([1.0, 1.0, 1.0])
+    assert _allowed(0.0, at) == pytest.approx(at)
+    assert _allowed(1.0, at) == pytest.approx([0.0, 0.1 * math.e, 1 - 0.5 / math.e, 1.0])
+    assert _allowed(5000.0, at[1:]) == pytest.approx([1.0, 1.0, 1.0])
     # Randomised response on the edge: right with chance e/(1+e).
     chance = math.e / (1 + math.e)
-    assert allowed(1.0, np.array([1 - chance])) == pytest.approx([chance])
+    assert _allowed(1.0, np.array([1 - chance])) == pytest.approx([chance])
 
 
 def test_expected_bars_add_up_to_what_was_found() -> None:
     totals = np.array([-1.0, 0.0, 2.0, 2.0])
-    first, second = expected(totals, np.array([-3.0, -0.5, 0.5, 3.0]))
+    first, second = _expected(totals, np.array([-3.0, -0.5, 0.5, 3.0]))
     assert first + second == pytest.approx([1, 1, 2])
     assert first == pytest.approx([1 / (1 + math.e), 0.5, 2 / (1 + math.exp(-2))])
 
@@ -350,7 +357,7 @@ def test_expected_bars_add_up_to_what_was_found() -> None:
 def test_bounds_grow_with_the_runs(broken: Audit) -> None:
     assert broken.shown is not None and broken.found.guessed is not None
     alpha = broken.found.guessed.level
-    at, lower, best = progress(broken.shown, broken.found.guessed)
+    at, lower, best = _progress(broken.shown, broken.found.guessed)
     assert at[-1] == 2 * broken.plan.runs and (np.diff(lower) >= 0).all()
     assert (lower <= best).all() and best[-1] == epsilon_lower_bound(int(at[-1]), int(at[-1]), alpha)
     assert 0.3 * broken.found.guessed.value < lower[-1] <= broken.found.guessed.value
@@ -358,11 +365,11 @@ def test_bounds_grow_with_the_runs(broken: Audit) -> None:
 
 def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:
     """The Kolmogorov-Smirnov distance of 10,000 numbers is below 0.025 but for a probability of 1e-5."""
-    should, has = quantiles(np.random.default_rng(0).laplace(size=10_000))
+    should, has = _quantiles(np.random.default_rng(0).laplace(size=10_000))
     middle = np.abs(should) < 2
     assert middle.sum() > 50 and np.abs(should - has)[middle].max() < 0.4
     assert (np.diff(should) > 0).all()
-    assert quantiles(np.array([3.0]))[1].tolist() == [3.0]
+    assert _quantiles(np.array([3.0]))[1].tolist() == [3.0]
 
 
 def test_the_number_that_differs_most(done: Audit) -> None:
@@ -371,5 +378,5 @@ def test_the_number_that_differs_most(done: Audit) -> None:
     planted[done.worlds == 1, position, 1] += 100.0
     assert most_different(replace(done, seen=planted)) == (position, 1)
     assert most_different(replace(done, seen=np.zeros_like(done.seen))) is None
-    near = close_rounds(done.twins)
+    near = _close_rounds(done.twins)
     assert done.twins.telling in near and len(near) <= 12

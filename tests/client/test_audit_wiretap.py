@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from sottovoce_client.auditing import network
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import _from_captures, audit_of, find
+from sottovoce_client.auditing.captures import audit_of, earlier, find
 from sottovoce_client.auditing.network import audit_ciphertext
 from sottovoce_client.cli import app
 from sottovoce_client.terminal import say_nothing
@@ -72,7 +72,7 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
     plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with made_with(BROKEN["another connection"], plan, "relay") as made:
-        assert audit_of(plan, made, "relays", say_nothing).verdict.kind != "refuted"
+        assert audit_of(plan, made, say_nothing).verdict.kind != "refuted"
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> 
 def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
-        _from_captures(str(out), AuditRequest(), prepare, say_nothing)
+        audit_of(*earlier(str(out), AuditRequest(), prepare, say_nothing), say_nothing)
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))

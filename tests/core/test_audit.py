@@ -18,7 +18,7 @@ from sottovoce_core.auditing.audit import Audit, audit_simulated
 from sottovoce_core.auditing.blackbox import ROUNDS, WIDTH, _varying, attack, number_views
 from sottovoce_core.auditing.bounds import BLIND, SHARES, Bound, Levels, Part, Test
 from sottovoce_core.auditing.likelihood import Apart, Ratios, bound_rounds, ratios
-from sottovoce_core.auditing.plan import AuditPlan, listener, plan_audit
+from sottovoce_core.auditing.plan import AuditPlan, _listener, plan_audit
 from sottovoce_core.auditing.swaps import worst
 from sottovoce_core.auditing.verdict import Findings, blamed, decide
 from sottovoce_core.auditing.worlds import NoiseOf, Recording, Share, Worlds, at_a_time, chosen, overhear, shares, twins
@@ -431,7 +431,7 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
     data = made_up(run.spec, 10)
     two = worst(run, data, 0, np.random.SeedSequence(0))
     part = overhear(run, data, two, Share(0, 5, np.random.SeedSequence(0)), SeededNoise)
-    hears = listener(run, two, two.guarantee(run), ThreatModel.WIRE)
+    hears = _listener(run, two, two.guarantee(run), ThreatModel.WIRE)
     seen = hears.seen(part, two, run)
     assert seen.shape == (5, ROUNDS, WIDTH // ROUNDS)
     assert np.array_equal(seen[2, 3], part.transcript.fields["y"][hears.rounds[3], 0, 2, :8])
@@ -473,7 +473,7 @@ def test_no_more_than_alpha_is_given_away() -> None:
     for budget in (SHARES, BLIND):
         levels = Levels(0.06, budget)
         assert sum(sum(parts.values()) for parts in budget.values()) == 1
-        assert sum(levels.family(family) for family in budget) == pytest.approx(0.06)
+        assert sum(levels.of(*part) for part in ((a, b) for a in budget for b in budget[a])) == pytest.approx(0.06)
     tests = LEVELS.judged("lattice", [outcome(0.5)] * 4)
     assert {test.level for test in tests} == {LEVELS.of("conformance", "lattice") / 4}
     others = LEVELS.judged("lattice", [*tests, replace(outcome(0.5), primary=False)])

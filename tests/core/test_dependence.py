@@ -20,18 +20,17 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Levels, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
 from sottovoce_core.auditing.conformance.block import Block
-from sottovoce_core.auditing.conformance.lags import Lags
-from sottovoce_core.auditing.conformance.p_values import (
+from sottovoce_core.auditing.conformance.lags import Lags, _log_products
+from sottovoce_core.auditing.conformance.p_values import log_signs
+from sottovoce_core.auditing.conformance.pairs import (
+    _all_pairs_p,
+    _correlation_p,
+    _Gram,
     _largest_law,
+    _smallest_p,
     _tracy_widom_p,
-    correlation_p,
-    log_products,
-    log_signs,
-    log_sizes,
-    smallest_p,
 )
-from sottovoce_core.auditing.conformance.pairs import _all_pairs_p, _Gram
-from sottovoce_core.auditing.conformance.regressors import TYPICAL, clipped
+from sottovoce_core.auditing.conformance.regressors import TYPICAL, _clipped, _log_sizes
 from sottovoce_core.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -44,7 +43,7 @@ SPACING = float(grid(SCALE)) / SCALE
 
 def examined(*blocks: Block) -> dict[str, Test]:
     """All tests of some runs, by name, each with its level at alpha = 0.01."""
-    found = Dependence()
+    found = Dependence(blocks[0].layout)
     for block in blocks:
         found.add(block)
     return {test.name: test for test in judged(found)}
@@ -78,9 +77,9 @@ def noise_of(z: FloatArray) -> IntArray:
 
 def test_p_values_of_products_correlations_and_spectra() -> None:
     rho = np.array(0.1 * 5440)
-    assert math.exp(log_products(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
-    assert math.exp(log_products(rho, np.array(5440.0), shared=True)) < 3.6e-11
-    assert correlation_p(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
+    assert math.exp(_log_products(rho, np.array(5440.0))) == pytest.approx(3.52e-12, rel=1e-3)
+    assert math.exp(_log_products(rho, np.array(5440.0), shared=True)) < 3.6e-11
+    assert _correlation_p(np.array(0.99), np.array(20)) == pytest.approx(1.259e-17, rel=1e-3)
     assert _largest_law(1000, 10) == pytest.approx((1203.887, 24.593), abs=1e-3)
     assert _tracy_widom_p(0.9793) == pytest.approx(0.05, abs=1e-4)
     assert _tracy_widom_p(2.0236) == pytest.approx(0.0098, abs=1e-4)
@@ -95,7 +94,7 @@ def test_bounds_hold_for_few_products() -> None:
     x = rng.normal(size=(2, 200_000, 21))
     sums = {False: (x[0, :, :20] * x[1, :, :20]).sum(axis=1), True: (x[0, :, :20] * x[0, :, 1:]).sum(axis=1)}
     for shared, total in sums.items():
-        p_values = np.exp(log_products(total, np.full(len(total), 20.0), shared=shared))
+        p_values = np.exp(_log_products(total, np.full(len(total), 20.0), shared=shared))
         for a in (0.1, 0.01, 1e-3, 1e-4):
             assert np.mean(p_values <= a) <= 1.1 * a + 5e-5
     assert np.mean(np.abs(sums[False]) > 5.0 * math.sqrt(20.0)) > 5 * 5.7e-7
@@ -109,12 +108,12 @@ def test_bounds_on_regressors_hold() -> None:
     signs = rng.choice([-1.0, 1.0], size=excess.shape)
     square = float(x @ x)
     of_signs = np.exp(log_signs(signs @ x, square))
-    of_sizes = np.array([math.exp(log_sizes(float(total), square, 5.0)) for total in excess @ x])
+    of_sizes = np.array([math.exp(_log_sizes(float(total), square, 5.0)) for total in excess @ x])
     for a in (0.1, 0.01, 1e-3):
         assert np.mean(of_signs <= a) <= 1.1 * a
         assert np.mean(of_sizes <= a) <= 1.1 * a
     assert log_signs(8.0, 4.0) == pytest.approx(math.log(2.0) - 8.0)
-    assert log_sizes(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
+    assert _log_sizes(60.0, 100.0, 1.0) == pytest.approx(math.log(2.0) - 100.0 * (1.6 - math.sqrt(2.2)))
 
 
 def test_all_pairs_have_the_mean_and_the_variance_that_are_stated() -> None:
@@ -137,9 +136,9 @@ def test_the_smallest_singular_value_is_bounded_for_every_shape() -> None:
     for samples, columns in ((20, 3), (50, 30), (30, 50)):
         x = rng.normal(size=(500, samples, columns))
         least = np.linalg.svd(x, compute_uv=False)[:, -1] ** 2
-        p_values = [smallest_p(float(each), samples, columns) for each in least]
+        p_values = [_smallest_p(float(each), samples, columns) for each in least]
         assert np.count_nonzero(np.array(p_values) <= 0.05) <= 50
-    assert smallest_p(0.0, 100, 4) == pytest.approx(math.exp(-32.0))
+    assert _smallest_p(0.0, 100, 4) == pytest.approx(math.exp(-32.0))
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
@@ -159,12 +158,12 @@ def test_sums_at_all_lags_are_those_of_products(alike: bool) -> None:
     shape = (2, 4, 3, 5)
     known = some_known(rng, shape, alike=alike)
     block = block_of(discrete_laplace(rng, shape), fields=[("a", 3), ("b", 2)], known=known, past=gradient(rng, shape))
-    lags = Lags()
+    lags = Lags(block.layout)
     lags.add(block)
 
     noisy = [0, 2, 3]
     scores = (block.normal, block.normal_sizes, block.signs.astype(float))
-    voices = [(i, part) for i in range(2) for _, part in block.parts()]
+    voices = [(i, part) for i in range(2) for _, part in block.layout.parts()]
     for pair, (v, w) in enumerate(itertools.combinations_with_replacement(voices, 2)):
         for tau, kappa in itertools.product(range(-2, 3), range(-2, 3)):
             expected, count = np.zeros(5), 0
@@ -187,10 +186,11 @@ def test_sums_at_all_lags_are_those_of_products(alike: bool) -> None:
 def test_lags_are_those_that_fit_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     block = made(rng, discrete_laplace(rng, (3, 10, 4, 12)))
-    whole, few = Lags(), Lags()
+    whole = Lags(block.layout)
     whole.add(block)
     monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.KEPT", 3000)
     monkeypatch.setattr("sottovoce_core.auditing.conformance.lags.AT_ONCE", 500)
+    few = Lags(block.layout)
     few.add(block)
     assert few._sums.size + few._counts.size <= 3000
     reach = [(large - small) // 2 for large, small in zip(whole._sums.shape[2:], few._sums.shape[2:], strict=True)]
@@ -217,9 +217,9 @@ def test_regressors_are_clipped_by_their_own_past() -> None:
     rng = np.random.default_rng(8)
     x = rng.normal(size=(2, 10, 3, 4))
     x[:, 6] *= 1000.0
-    whole = clipped(x)
-    np.testing.assert_array_equal(clipped(x[:, :7]), whole[:, :7])  # nothing of later rounds
-    np.testing.assert_array_equal(clipped(x[:, :, 1:2]), whole[:, :, 1:2])  # nor of other runs
+    whole = _clipped(x)
+    np.testing.assert_array_equal(_clipped(x[:, :7]), whole[:, :7])  # nothing of later rounds
+    np.testing.assert_array_equal(_clipped(x[:, :, 1:2]), whole[:, :, 1:2])  # nor of other runs
     np.testing.assert_array_equal(whole[:, 1:6], x[:, 1:6].clip(whole[:, 1:6].min(), whole[:, 1:6].max()))
     assert np.abs(whole[:, 6]).max() < 2.0 * TYPICAL * np.sqrt(1000.0)
     assert np.abs(whole).max() < 1000.0
@@ -232,15 +232,13 @@ def test_runs_add_up() -> None:
     known = some_known(rng, shape, alike=False)
     whole = block_of(discrete_laplace(rng, shape), known=known, past=gradient(rng, shape))
     halves = [cut(whole, slice(0, 17)), cut(whole, slice(17, 40))]
-    at_once, after, first, second = (Dependence() for _ in range(4))
+    at_once, after, first, second, empty = (Dependence(whole.layout) for _ in range(5))
     at_once.add(whole)
     for half, part in zip(halves, (first, second), strict=True):
         after.add(half)
         part.add(half)
     first.merge(pickle.loads(pickle.dumps(second)))  # noqa: S301  as between processes
-    empty = Dependence()
     empty.merge(first)
-    assert at_once.numbers == after.numbers == first.numbers == whole.count
     for other in (after, first, empty):
         for one, two in zip(at_once.tests(), other.tests(), strict=True):
             assert one.name == two.name
@@ -259,9 +257,9 @@ def cut(block: Block, runs: slice) -> Block:
 
 def test_runs_are_looked_at_only_where_that_was_asked_for() -> None:
     rng = np.random.default_rng(10)
-    found = Dependence()
-    found.add(block_of(discrete_laplace(rng, (2, 3, 4, 5))))
-    assert found.numbers == 0
+    block = block_of(discrete_laplace(rng, (2, 3, 4, 5)))
+    found = Dependence(block.layout)
+    found.add(block)
     assert found.tests() == []
 
 
@@ -309,8 +307,9 @@ def test_correct_noise_is_not_accused() -> None:
     smallest = []
     for shape in SHAPES:
         for _ in range(60):
-            found = Dependence()
-            found.add(correct(rng, shape))
+            block = correct(rng, shape)
+            found = Dependence(block.layout)
+            found.add(block)
             smallest.append(min((test.p_value / test.level for test in judged(found, 1.0)), default=1.0))
     for alpha in (0.01, 0.3):
         accused = int(np.count_nonzero(np.array(smallest) < alpha))

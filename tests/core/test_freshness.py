@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +15,17 @@ from scipy import special
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Levels, Test
-from sottovoce_core.auditing.conformance.block import Block
-from sottovoce_core.auditing.conformance.freshness import COPIES, EQUAL, LARGEST, Freshness, _Keys, _Ties, mixed, paired
+from sottovoce_core.auditing.conformance.block import Block, Layout
+from sottovoce_core.auditing.conformance.freshness import (
+    COPIES,
+    EQUAL,
+    LARGEST,
+    Freshness,
+    _Keys,
+    _mixed,
+    _paired,
+    _Ties,
+)
 from sottovoce_core.noise import Draw, KeyedNoise, grid
 from tests.blocks import SCALE, block_of, discrete_laplace, likely
 
@@ -27,7 +35,7 @@ MID = (5, 16, 20, 17)
 
 def examined(*blocks: Block) -> dict[str, Test]:
     """All tests of some runs, by name, each with its level at alpha = 0.01."""
-    found = Freshness()
+    found = Freshness(blocks[0].layout)
     for block in blocks:
         found.add(block)
     return {test.name: test for test in Levels(0.01).judged("freshness", found.tests())}
@@ -43,21 +51,21 @@ def refuted(tests: Mapping[str, Test]) -> set[str]:
 def gathered(most: int, *parts: IntArray) -> _Keys:
     keys = _Keys(most)
     for part in parts:
-        keys.add(mixed(part.astype(np.uint64)), np.arange(part.size, dtype=np.uint32).reshape(part.shape))
+        keys.add(_mixed(part.astype(np.uint64)), np.arange(part.size, dtype=np.uint32).reshape(part.shape))
     return keys
 
 
 def test_hashes_of_different_keys_differ() -> None:
     """A bijection of one; of a million neighbouring pairs, no two alike (by chance with probability 6e-5)."""
-    assert len(np.unique(mixed(np.arange(10**6, dtype=np.uint64)))) == 10**6
-    one = mixed(np.arange(1000, dtype=np.uint64))
-    assert len(np.unique(paired(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
+    assert len(np.unique(_mixed(np.arange(10**6, dtype=np.uint64)))) == 10**6
+    one = _mixed(np.arange(1000, dtype=np.uint64))
+    assert len(np.unique(_paired(*(each.ravel() for each in np.meshgrid(one, one))))) == 10**6
 
 
 def test_a_pair_is_kept_where_its_first_one_is() -> None:
     """Of pairs, as many as of their first ones; equal pairs are found, and pairs that share one number are not equal."""
     rng = np.random.default_rng(3)
-    first, second = (mixed(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
+    first, second = (_mixed(rng.integers(0, 2**40, 50_000).astype(np.uint64)) for _ in range(2))
     places = np.arange(50_000, dtype=np.uint32)
     single, pairs = _Keys(5000), _Keys(5000)
     single.add(first, places)
@@ -78,9 +86,8 @@ def test_a_share_of_all_runs_keeps_few_keys_and_the_whole_the_same() -> None:
     parts = [rng.integers(0, 2**24, 20_000) for _ in range(40)]
     whole, merged = gathered(20_000, *parts), _Keys(20_000)
     for part in parts:
-        keys = _Keys(20_000)
-        keys.expect(1.0 / 40.0)
-        keys.add(mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
+        keys = _Keys(20_000, share=1.0 / 40.0)
+        keys.add(_mixed(part.astype(np.uint64)), np.arange(20_000, dtype=np.uint32))
         assert keys.kept <= 5000
         merged.merge(keys)
     assert merged.ties(2.0**-24).count == whole.ties(2.0**-24).count > 0
@@ -119,14 +126,14 @@ def test_collections_unite_in_any_order() -> None:
 
 def test_one_key_over_and_over_stays_small() -> None:
     """Where its hash is in the share that is kept, some copies stay; where it is not, the first numbers have it."""
-    least = int(mixed(np.arange(1000, dtype=np.uint64)).argmin())
+    least = int(_mixed(np.arange(1000, dtype=np.uint64)).argmin())
     parts = [np.full(5000, least)] * 8
     keys = gathered(1000, *parts, np.arange(20_000))
     assert keys.ties(2.0**-40).count >= COPIES * (COPIES - 1) // 2
     assert keys.kept <= 1000
     first = _Keys(100, first=True)
     for part in parts:
-        first.add(mixed(part.astype(np.uint64)), np.zeros(5000, np.uint32))
+        first.add(_mixed(part.astype(np.uint64)), np.zeros(5000, np.uint32))
     assert first.ties(2.0**-40).count == 100 * 99 // 2
     assert first.offered == first.kept == 100
 
@@ -134,7 +141,7 @@ def test_one_key_over_and_over_stays_small() -> None:
 def test_one_size_that_is_said_often_is_found_among_many_numbers() -> None:
     """A thousandth of three million numbers, whatever its hash."""
     rng = np.random.default_rng(12)
-    found = Freshness()
+    found = Freshness(Layout(tuple("abcde"), 20, (("y", 100),)))
     for _ in range(3):
         steps = discrete_laplace(rng, (5, 20, 100, 100))
         steps[rng.random(steps.shape) < 1e-3] = 2**40 + 7 * 2**30
@@ -172,12 +179,11 @@ def test_runs_add_up() -> None:
     steps = discrete_laplace(rng, (3, 6, 40, 5))
     steps[2, 3, 39] = steps[0, 1, 0]
     halves = [block_of(steps[:, :, :20]), block_of(steps[:, :, 20:])]
-    at_once, first, second = Freshness(), Freshness(), Freshness()
+    at_once, first, second, empty = (Freshness(halves[0].layout) for _ in range(4))
     at_once.add(block_of(steps))
     first.add(halves[0])
     second.add(halves[1])
     first.merge(pickle.loads(pickle.dumps(second)))  # noqa: S301  as between processes
-    empty = Freshness()
     empty.merge(first)
     assert "pair ties" in {test.name for test in at_once.tests() if test.p_value < 1e-9}
     for other in (examined(*halves), *({t.name: t for t in each.tests()} for each in (first, empty))):
@@ -186,7 +192,7 @@ def test_runs_add_up() -> None:
 
 
 def test_no_noise_is_no_test() -> None:
-    assert Freshness().tests() == []
+    assert Freshness(Layout(("a",), 3, (("y", 5),))).tests() == []
     steps = np.zeros((2, 3, 4, 5), np.int64)
     assert examined(block_of(steps, known=np.array(False))) == {}
     assert examined(block_of(steps, lost=1)) == {}  # float64 does not resolve it, so equal numbers say nothing
@@ -218,8 +224,9 @@ def test_fresh_noise_is_not_accused() -> None:
     smallest = []
     for shape in SHAPES:
         for _ in range(60):
-            found = Freshness()
-            found.add(fresh(rng, shape))
+            block = fresh(rng, shape)
+            found = Freshness(block.layout)
+            found.add(block)
             tests = Levels(1.0).judged("freshness", found.tests())
             smallest.append(min((test.p_value / test.level for test in tests), default=1.0))
     for alpha in (0.01, 0.3):
@@ -229,7 +236,7 @@ def test_fresh_noise_is_not_accused() -> None:
 
 def test_low_words_of_fresh_noise_come_twice_as_often_as_chance_has_it() -> None:
     """2.4 million numbers of the deployed sampler, of which a share is kept; alpha = 0.01. Its bytes come from a key."""
-    found = Freshness()
+    found = Freshness(Layout(tuple("abcde"), 20, (("y", 120),)))
     for n in range(4):
         drawn = KeyedNoise("a secret", f"part {n}", 0)(
             Draw("laplace", "y", 0, SCALE, float(grid(SCALE)), (5, 20, 50, 120))
@@ -352,7 +359,7 @@ def test_learners_and_worlds_are_looked_at_together() -> None:
     rng = np.random.default_rng(11)
     first, second = discrete_laplace(rng, (2, 4, 5, 6)), discrete_laplace(rng, (2, 4, 5, 6))
     second[1, 2, 4] = first[0, 3, 1]
-    one, other = (replace(block_of(each), learners=("ann", "ben")) for each in (first, second))
+    one, other = (block_of(each, learners=("ann", "ben")) for each in (first, second))
     tests = examined(one, other)
     assert "ann, round 3" in tests["pair ties"].where
     assert "ben, round 2" in tests["pair ties"].where

@@ -142,7 +142,7 @@ def test_off_the_lattice_is_certain() -> None:
     block = noise_block(np.random.default_rng(3))
     off = np.zeros(MID, np.bool_)
     off[4, 2, 1, 6] = True
-    test = judged(replace(block, off=off, fields=(("x", 3), ("y", 14))))["lattice"]
+    test = judged(replace(block, off=off, layout=replace(block.layout, fields=(("x", 3), ("y", 14)))))["lattice"]
     assert (test.p_value, test.statistic, test.where) == (0.0, 1.0, "learner 4, field 'y'")
     assert test.rejects
     assert judged(block)["lattice"].p_value == 1.0
@@ -204,7 +204,7 @@ def test_blocks_add_up() -> None:
 
 def test_nothing_judged_comes_to_nothing() -> None:
     noise = discrete_laplace(np.random.default_rng(10), (2, 3, 4, 5))
-    empty, full = Lattice(), Lattice()
+    empty, full = (Lattice(block_of(noise).layout) for _ in range(2))
     empty.add(closely(block_of(noise, judged=np.array(False))))
     assert empty.tests() == []
     full.add(closely(block_of(noise)))

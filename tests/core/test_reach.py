@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
+from sottovoce_core.auditing.bounds import Test
 from sottovoce_core.auditing.plan import AuditPlan, divided, plan_audit
-from sottovoce_core.auditing.verdict import blind, most, reaches
+from sottovoce_core.auditing.verdict import Findings, reached
 from sottovoce_core.privacy.guarantee import ThreatModel
 from tests.claims import SETUPS
 from tests.examples import made_up
@@ -22,8 +24,14 @@ def planned(name: str = "ldp-dol", **more: Any) -> AuditPlan:
     return plan_audit(run, made_up(run.spec, SETUPS[name].n_features), 1, **{"runs": 400, **more})
 
 
+def within_reach(plan: AuditPlan, numbers: int, losses: FloatArray = NOTHING, *, on_lattice: bool = True) -> Findings:
+    """What would have been found, where there is a test of the lattice or none."""
+    tests = (Test("lattice", "", 0.0, 1.0, part="lattice"),) if on_lattice else ()
+    return reached(Findings(plan.all_runs, plan.levels, plan.epsilon, tests), plan, numbers, losses)
+
+
 def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
-    return {each.text.split(" by ")[0].split(" up ")[0]: each.least for each in reaches(plan, numbers)}
+    return {each.text.split(" by ")[0].split(" up ")[0]: each.least for each in within_reach(plan, numbers).reaches}
 
 
 def test_more_numbers_show_smaller_errors() -> None:
@@ -43,9 +51,8 @@ def test_deeper_bits_of_signs_take_more_numbers() -> None:
         for k, numbers in ((45, 2_000), (46, 4_000))
     ]
     assert bits == [45, 46]
-    assert not any(
-        "bits" in each.text for each in (*reaches(planned(), 4_000, on_lattice=False), *reaches(planned(), 30))
-    )
+    for without in (within_reach(planned(), 4_000, on_lattice=False), within_reach(planned(), 30)):
+        assert not any("bits" in each.text for each in without.reaches)
 
 
 @pytest.mark.statistics
@@ -85,17 +92,17 @@ def test_runs_are_divided_among_pairs_that_have_enough_of_them() -> None:
 def test_an_audit_that_could_find_nothing_is_inconclusive() -> None:
     """Somebody who sees decisions only, and so few runs that even right guesses alone stay below the claim."""
     plan = planned("pd-ftgl", runs=40, threat=ThreatModel.OUTPUT)
-    assert most(plan) < plan.epsilon
+    assert within_reach(plan, 0).most < plan.epsilon
     done = audit_simulated(plan)
     assert done.verdict.kind == "inconclusive" and "without noise" in done.verdict.text
 
 
 def test_what_an_audit_could_have_found_is_what_it_had() -> None:
     plan = planned()
-    assert plan.epsilon > most(plan)
-    assert blind(plan, 0, NOTHING) == "a learner without noise"
-    assert blind(plan, 5, NOTHING) == "a learner with half of its noise"
-    assert blind(plan, 1000, NOTHING) == ""
+    assert plan.epsilon > within_reach(plan, 0).most
+    assert within_reach(plan, 0, NOTHING).blind == "a learner without noise"
+    assert within_reach(plan, 5, NOTHING).blind == "a learner with half of its noise"
+    assert within_reach(plan, 1000, NOTHING).blind == ""
     # Losses that are as large as these would all be right guesses, and so many are too many.
-    assert blind(plan, 0, np.full(400, 1.5)) == ""
-    assert blind(plan, 0, np.full(3, 0.01)) == "a learner without noise"
+    assert within_reach(plan, 0, np.full(400, 1.5)).blind == ""
+    assert within_reach(plan, 0, np.full(3, 0.01)).blind == "a learner without noise"

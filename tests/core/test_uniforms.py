@@ -6,23 +6,21 @@ Seeds are fixed. Reference noise is drawn by `tests.blocks`, which the simulator
 from __future__ import annotations
 
 from functools import partial
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sottovoce_core.auditing.bounds import Test
 from sottovoce_core.auditing.conformance.battery import Dependence
-from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.block import Block
 from sottovoce_core.auditing.conformance.residuals import as_laplace
 from sottovoce_core.auditing.conformance.uniforms import Uniforms
 from sottovoce_core.auditing.plan import plan_audit
-from sottovoce_core.auditing.verdict import reaches
 from sottovoce_core.noise import Draw, SeededNoise, grid
 from tests import blocks
 from tests.blocks import MID, SCALE, block_of, closely, gaussian, noise_block, require_adds_up, require_right_p_values
 from tests.claims import SETUPS
+from tests.core.test_reach import within_reach
 from tests.examples import made_up
 
 Words = npt.NDArray[np.uint64]
@@ -34,25 +32,7 @@ SMALL = (3, 8, 20, 16)
 """Learners, rounds, runs and numbers: 7,680 numbers."""
 
 
-class Bits(Instrument):
-    """These tests by themselves."""
-
-    part = "dependence"
-
-    def __init__(self) -> None:
-        self._uniforms = Uniforms()
-
-    def add(self, block: Block) -> None:
-        self._uniforms.add(block)
-
-    def merge(self, other: Self) -> None:
-        self._uniforms.merge(other._uniforms)
-
-    def tests(self) -> list[Test]:
-        return list(self._uniforms.tests())
-
-
-judged, refuted = partial(blocks.judged, Bits), partial(blocks.refuted, Bits)
+judged, refuted = partial(blocks.judged, Uniforms), partial(blocks.refuted, Uniforms)
 dependent = partial(blocks.refuted, Dependence)
 
 
@@ -160,7 +140,7 @@ def test_signs_that_are_a_bit_as_deep_as_the_reach_says_are_found() -> None:
     run = SETUPS["ldp-dol"].build()
     plan = plan_audit(run, made_up(run.spec, SETUPS["ldp-dol"].n_features), 1, runs=400, confidence=0.99)
     rng, found = np.random.default_rng(18), 0
-    [depth] = [int(each.least) for each in reaches(plan, 7_680) if each.text.startswith("signs that")]
+    [depth] = [int(each.least) for each in within_reach(plan, 7_680).reaches if each.text.startswith("signs that")]
     assert 46 <= depth <= 50
     for _ in range(16):
         drawn = words(rng, 53)
@@ -174,11 +154,11 @@ def test_signs_that_are_a_bit_as_deep_as_the_reach_says_are_found() -> None:
 @pytest.mark.slow
 def test_p_values_are_right() -> None:
     """By construction this fails with probability at most 1e-5 with a fresh seed."""
-    require_right_p_values(Bits, np.random.default_rng(10))
+    require_right_p_values(Uniforms, np.random.default_rng(10))
 
 
 def test_runs_add_up() -> None:
-    require_adds_up(Bits, np.random.default_rng(11), 1e-9)
+    require_adds_up(Uniforms, np.random.default_rng(11), 1e-9)
 
 
 def test_all_pairs_of_a_long_run_are_cut_short() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -45,13 +45,9 @@ _TOLD = 6
 
 TableRow = tuple[str, str, str, str, str]
 """Family, what was tested, result, epsilon at least, epsilon claimed."""
-"""Is told what is being done."""
 
-
-class Auditor(Protocol):
-    """Makes the runs of an audit, and examines them."""
-
-    def __call__(self, plan: AuditPlan, *, say: Say) -> Audit: ...
+Auditor = Callable[..., Audit]
+"""Makes the runs of an audit, and examines them: takes an `AuditPlan` and `say`, told what is being done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +246,10 @@ def _from_file(path: Path, prepared: Prepared) -> tuple[FloatArray, float]:
         if schema is not None:
             return _by_schema(told, schema, prepared, path)
         features, label = np.asarray(told["features"], dtype=np.float64), float(told["label"])
-    except OSError as error:
-        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error.strerror}") from None
-    except KeyError as error:
-        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: it has no {error}") from None
-    except (ValueError, TypeError) as error:
-        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error}") from None
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        why = f"it has no {error}" if isinstance(error, KeyError) else why
+        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {why}") from None
     _require_bounded(prepared, features, label, str(path))
     return features, label
 

@@ -14,7 +14,6 @@ from sottovoce_client.auditing.started import (
     TAKEN,
     Started,
     difference,
-    only_pair,
     require_promised,
     require_room,
     said_in,
@@ -22,11 +21,9 @@ from sottovoce_client.auditing.started import (
 )
 from sottovoce_client.auditing.worlds import (
     WORLDS_FILE,
-    Document,
     Entry,
+    WorldsFile,
     as_audited,
-    coins_of,
-    pairs_of,
     read_ledger,
     read_worlds,
     worlds_from,
@@ -42,7 +39,6 @@ from sottovoce_core.auditing.views import (
     HEAD,
     PACE,
     Conversation,
-    Features,
     Layout,
     Overheard,
     digest,
@@ -102,22 +98,13 @@ def _whose(line: _Line, learner: int) -> _Whose:
     return "said" if learner == (caller if direction == "out" else callee) else "told"
 
 
-def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
-    """All views of one run.
+def conversation(table: pa.Table, lines: Lines, run_id: str, *, world: int = 0, number: int = 0) -> Conversation:
+    """One run, as it was heard.
 
     Args:
         table: all columns of a capture.
         lines: who is heard.
         run_id: the run's random name, which says nothing.
-    """
-    return features_of(conversation(table, lines, run_id), {**CHANNEL, **PACE})
-
-
-def conversation(table: pa.Table, lines: Lines, run_id: str, *, world: int = 0, number: int = 0) -> Conversation:
-    """One run, as it was heard.
-
-    Args:
-        table, lines, run_id: as of `channel`.
         world: 0 or 1.
         number: of the run, in the order of all.
     """
@@ -171,28 +158,15 @@ def told(heard: Overheard, payload: bytes) -> Overheard:
 
 # ---- captures --------------------------------------------------------------------------------------------------------
 
+Document = dict[str, Any]
 Ledger = Mapping[int, Entry] | None
 _GIVE = "To hold learners to what you were told, give the spec: sottovoce audit SPEC --captures ..."
 
 
-def _from_captures(
-    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
-) -> Audit:
-    """Audit what was overheard earlier, as `earlier` reads it.
-
-    Raises:
-        CaptureError: as `earlier` and `audit_of`, or what was overheard is ciphertext.
-        SpecError, DataError: as `earlier`.
-    """
-    plan, runs, source = earlier(place, asked, prepare, say, spec=spec)
-    runs.kept[0].require_messages()
-    return audit_of(plan, runs, source, say)
-
-
 def earlier(
     place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
-) -> tuple[AuditPlan, Started, str]:
-    """What was overheard earlier: an audit of it, its runs, and where they came from, in words.
+) -> tuple[AuditPlan, Started]:
+    """What was overheard earlier: an audit of it, and its runs.
 
     Captures of an audit name the worlds that they lived in, and a file beside them says what these are. Others are all taken
     for the spec's own world: their noise is tested and their exact losses are known, but there is nothing to guess.
@@ -232,41 +206,40 @@ def earlier(
     _require_features(captures, prepared)
     labels = _labels(captures)
     told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
-    pair_of = only_pair if told is None else pairs_of(told, where)
-    runs = started(captures, prepared.run, ledger, pair_of)
+    runs = started(captures, prepared.run, ledger, (lambda replica: 0) if told is None else told.pair)
     worlds = None if told is None else worlds_from(told, prepared, where)
     if told is not None:
-        _require_same(told.get("spec"), document, where, captures[0].name)
-        _require_asked(asked, str(told["learner"]), where)
-    paired = {*labels, *(world for _, world in runs.gone)} == {0, 1}
-    asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
-    signed = Provenance("") if runs.tapped else provenance([*runs.kept, *runs.short], root)
+        _require_same(told.spec, document, where, captures[0].name)
+        _require_asked(asked, told.learner, where)
+    paired = {*labels, *(run.world for run in runs.runs)} == {0, 1}
+    asked = replace(asked, runs=len(runs.runs) // 2 if paired else len(runs.kept))
+    signed = Provenance("") if runs.tapped else provenance(runs.captures, root)
     provisos = (*filter(None, [signed.text]), *(() if spec is not None else (f"{TAKEN} {_GIVE}",)), *runs.provisos)
     if ledger is None and (noise := noise_of(runs.kept, root)):
         provisos += (noise,)
-    chosen = "none" if told is None or not paired else coins_of(told)
-    runs = replace(runs, provisos=provisos, unproven=signed.unproven, coins=chosen).within(root)
-    source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}", *runs.notes))
+    chosen = "none" if told is None or not paired else told.coins
+    what = f"{plural(len(runs.kept), 'capture')} in {PurePosixPath(root.name).name}"
+    runs = replace(runs, provisos=provisos, unproven=signed.unproven, coins=chosen).within(root, what)
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
-    return asked.plan(prepared, worlds, counts, paired=paired), runs, source
+    return asked.plan(prepared, worlds, counts, paired=paired), runs
 
 
-def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
+def audit_of(plan: AuditPlan, runs: Started, say: Say) -> Audit:
     """Audit what was overheard.
 
     Args:
         plan: the audit.
         runs: that were started.
-        source: where they came from, in words.
         say: told what is being done.
 
     Raises:
-        CaptureError: one cannot be read.
+        CaptureError: one cannot be read, or is ciphertext.
         EquivocationError: a learner said different things to different neighbours.
         SpecError: the listener hears what no channel carries, or an extra is not installed.
     """
     require_heard(plan.listener.threat)
     most, captures = at_a_time(plan.run), runs.kept
+    captures[0].require_messages()
     first: list[Transcript] = []
     parts: list[Examined] = []
     pending = dict[tuple[int, int], list[Recording]]()
@@ -283,7 +256,7 @@ def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
     if not first:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
     starts = runs.starts(plan)
-    done = conclude(plan, gathered(parts), Transcript.joined(first), source, starts=starts, say=say)
+    done = conclude(plan, gathered(parts), Transcript.joined(first), "; ".join(runs.source), starts=starts, say=say)
     return replace(done, captures=runs.digests(), coins=runs.coins, provisos=runs.provisos, unproven=runs.unproven)
 
 
@@ -291,7 +264,7 @@ def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined
     """Runs of one world of a pair, together."""
     transcript = Transcript.joined([run.transcript for run in runs])
     together = Recording(runs[0].world, transcript, channel=tuple(seen for run in runs for seen in run.channel))
-    return replace(examine(plan.pairs[pair], together), pair=pair)
+    return examine(plan, together, pair)
 
 
 def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording]]:
@@ -300,16 +273,19 @@ def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording
 
     run, lines = plan.run, lines_of(plan)
     layouts: dict[Layout, Layout] = {}
-    for capture in runs.kept:
-        if (pair := runs.pair(capture)) >= len(plan.pairs):
+    for started_run in runs.runs:
+        if (capture := started_run.capture) is None or not started_run.whole:
+            continue
+        if (pair := started_run.pair) >= len(plan.pairs):
             raise CaptureError(
                 f"{capture.name} is of the audit's pair of worlds {pair + 1}, and there are runs of one world alone: name the "
                 "whole folder of the audit"
             )
-        seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
+        heard = conversation(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
+        seen = features_of(heard, {**CHANNEL, **PACE})
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield pair, Recording(capture.world or 0, said_in(capture, run), channel=(seen,))
+        yield pair, Recording(started_run.world, said_in(capture, run), channel=(seen,))
 
 
 # ---- which captures --------------------------------------------------------------------------------------------------
@@ -388,7 +364,7 @@ def _labels(captures: Sequence[Capture]) -> set[int | None]:
     return {capture.world for capture in captures}
 
 
-def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str, Ledger]:
+def _told(root: Folder, labels: set[int | None]) -> tuple[WorldsFile, str, Ledger]:
     """What the worlds of labelled captures are, where that stands, and which runs were started.
 
     Of one capture in the folder of others nobody asks where these are.

@@ -17,7 +17,7 @@ from rich.console import Console
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict, tests_row
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, Reading, load_decoder, read_runs
-from sottovoce_client.auditing.pictures import noise_plot, quantile_plot, worlds_plot
+from sottovoce_client.auditing.plots import noise_plot, quantile_plot, worlds_plot
 from sottovoce_client.auditing.report import DIGEST_LINES, attempts_of, guesses_table, tests_table
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import Figure

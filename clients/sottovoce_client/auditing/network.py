@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.auditing.audit import Auditor, AuditRequest, TableRow, coins_line, guess_row, print_verdict
+from sottovoce_client.auditing.audit import AuditRequest, TableRow, coins_line, guess_row, print_verdict
 from sottovoce_client.auditing.captures import audit_of, conversation, find, lines_of, require_heard
 from sottovoce_client.auditing.report import attempts_of
 from sottovoce_client.auditing.started import Started, started
@@ -27,9 +27,7 @@ from sottovoce_client.auditing.worlds import (
     LedgerWriter,
     Way,
     as_audited,
-    coins_of,
     digest,
-    pairs_of,
     read_ledger,
     read_worlds,
     tossed,
@@ -59,48 +57,39 @@ _MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
 
 
-_Lives = Sequence[tuple[int, int]]
-"""Of every run its pair of worlds, and the world."""
-
-
 class RunFailed(SottovoceError):
     """A run of an audit did not reach its end."""
 
 
-def on_network(folder: Path, *, per_process: int = 1, seeded: bool = False) -> Auditor:
-    """The work of an audit on real services of this machine, every edge overheard by a relay.
+def on_network(plan: AuditPlan, *, say: Say, folder: Path, seeded: bool = False) -> Audit:
+    """Audit real services of this machine, every edge overheard by a relay.
 
     Captures, `worlds.json` and the ledger of the runs stay in `captures` below the folder, so that the audit can be repeated
     from them. The coins are committed to before the first run, and revealed after the last one. Journals and budgets are of
     these runs alone: nobody's budget is touched.
 
     Args:
+        plan: the audit.
+        say: told what is being done.
         folder: for the results.
-        per_process: learners in one process.
         seeded: the coins come from the plan's seed, for a test that must be repeated: whoever knows the seed knows them.
             Else from the operating system's entropy.
 
-    Returns:
-        What makes the runs and examines them. It raises `Interrupted` when it was told to stop, and says how to go on.
+    Raises:
+        SpecError, RunFailed, CaptureError: as `_made`.
+        Interrupted: told to stop; it says how to go on.
     """
-
-    def work(plan: AuditPlan, *, say: Say) -> Audit:
-        runs = made(plan, folder, "relay", per_process=per_process, seeded=seeded, say=say)
-        source = f"{plural(len(runs.kept), 'run')} of real services on this machine, overheard by relays"
-        return audit_of(plan, runs, "; ".join((source, *runs.notes)), say)
-
-    return work
+    return audit_of(plan, _made(plan, folder, "relay", "overheard by relays", seeded=seeded, say=say), say)
 
 
-def made(
-    plan: AuditPlan, folder: Path, capture: Way, *, per_process: int = 1, seeded: bool = False, say: Say
-) -> Started:
+def _made(plan: AuditPlan, folder: Path, capture: Way, how: str, *, seeded: bool, say: Say) -> Started:
     """Make all runs of an audit on real services of this machine.
 
     Args:
         plan: the audit.
-        folder, per_process, seeded: as of `on_network`.
+        folder, seeded: as of `on_network`.
         capture: how edges are overheard; by wiretap, they are encrypted.
+        how: the same in words.
         say: told what is being done.
 
     Raises:
@@ -115,14 +104,23 @@ def made(
     ledger = LedgerWriter(captures, worlds)
     write_worlds(captures, plan, ledger.commitment, pairs, capture=capture, seeded=seeded)
     ledger.bind()
-    services = LocalServices(
-        as_audited(plan.run.spec, capture), folder, per_process=per_process, tls=capture == "wiretap"
-    )
-    _make(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, folder, services, say)
+    services = LocalServices(as_audited(plan.run.spec, capture), folder, tls=capture == "wiretap")
+    making = _Making(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, say)
+    try:
+        try:
+            run_async(lambda stop: making.all_runs(services, stop))
+        finally:
+            ledger.reveal(find(open_folder(captures)))
+    except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
+        kind = Interrupted if isinstance(error, Interrupted) else RunFailed
+        why = "told to stop" if kind is Interrupted else str(error)
+        more = f"; what they said is kept: sottovoce audit --captures {captures}" if making.done else ""
+        raise kind(f"{making.done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
     place = open_folder(captures)
     told = read_worlds(place)
-    runs = started(find(place), plan.run, read_ledger(place, told), pairs_of(told, place.name))
-    return replace(runs, coins=coins_of(told)).within(open_folder(folder))
+    runs = started(find(place), plan.run, read_ledger(place, told), told.pair)
+    what = f"{plural(len(runs.kept), 'run')} of real services on this machine, {how}"
+    return replace(runs, coins=told.coins).within(open_folder(folder), what)
 
 
 def _fresh(folder: Path) -> Path:
@@ -134,66 +132,62 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, local: LocalServices, say: Say) -> None:
-    """All runs; whatever ends them early, says so and how to go on."""
-    done = 0
+class _Making:
+    """The runs of an audit while they are made.
 
-    def count(runs: int) -> None:
-        nonlocal done
-        done = runs
+    Args:
+        plan: the audit.
+        lives: of every run its pair of worlds, and the world.
+        ledger: in which they are entered.
+        say: told what is being done.
 
-    try:
-        tell = _telling(plan, say, count)
-        try:
-            run_async(lambda stop: _all_runs(plan, lives, ledger, folder, local, tell, stop))
-        finally:
-            ledger.reveal(find(open_folder(folder / "captures")))
-    except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
-        kind = Interrupted if isinstance(error, Interrupted) else RunFailed
-        why = "told to stop" if kind is Interrupted else str(error)
-        more = f"; what they said is kept: sottovoce audit --captures {folder / 'captures'}" if done else ""
-        raise kind(f"{done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
+    Attributes:
+        done: runs that are finished.
+    """
 
+    def __init__(self, plan: AuditPlan, lives: Sequence[tuple[int, int]], ledger: LedgerWriter, say: Say) -> None:
+        self.done = 0
+        self._plan, self._lives, self._ledger, self._say = plan, lives, ledger, say
+        self._began = time.monotonic()
 
-async def _all_runs(
-    plan: AuditPlan,
-    lives: _Lives,
-    ledger: LedgerWriter,
-    folder: Path,
-    local: LocalServices,
-    tell: Callable[[int], None],
-    stop: asyncio.Event,
-) -> None:
-    """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
-    done, failed = 0, 0
-    data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
-    async with local as services:
-        for k, (pair, world) in enumerate(lives):
-            if stop.is_set():
-                raise Interrupted(BY_OPERATOR)
-            ledger.started(k)
-            running = run_on(
-                services.coordinator,
-                services.spec,
-                data[pair][world],
-                lambda *seen: None,
-                stop,
-                world=world,
-                replica=k,
-                credentials=services.credentials,
-            )
-            outcome = await while_alive(services, running, stop)
-            seeded = any(status.noise_is_not_private for status in outcome.statuses)
-            ledger.ended(k, outcome.run_id, outcome.state, seeded=seeded)
-            if outcome.detail in TOLD:
-                raise Interrupted(BY_OPERATOR)
-            if stop.is_set() and outcome.state == "failed":  # a service died
-                raise RunFailed(outcome.detail)
-            finished = outcome.state == "finished"
-            done, failed = done + finished, 0 if finished else failed + 1
-            if failed == _MOST_FAILED:
-                raise RunFailed(outcome.detail)
-            tell(done)
+    async def all_runs(self, local: LocalServices, stop: asyncio.Event) -> None:
+        """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
+        failed = 0
+        data = [[pair.worlds.data(self._plan.data, world) for world in (0, 1)] for pair in self._plan.pairs]
+        self._say("starting services")
+        async with local as services:
+            for k, (pair, world) in enumerate(self._lives):
+                if stop.is_set():
+                    raise Interrupted(BY_OPERATOR)
+                self._ledger.started(k)
+                running = run_on(
+                    services.coordinator,
+                    services.spec,
+                    data[pair][world],
+                    lambda *seen: None,
+                    stop,
+                    world=world,
+                    replica=k,
+                    credentials=services.credentials,
+                )
+                outcome = await while_alive(services, running, stop)
+                seeded = any(status.noise_is_not_private for status in outcome.statuses)
+                self._ledger.ended(k, outcome.run_id, outcome.state, seeded=seeded)
+                if outcome.detail in TOLD:
+                    raise Interrupted(BY_OPERATOR)
+                finished = outcome.state == "finished"
+                self.done, failed = self.done + finished, 0 if finished else failed + 1
+                if failed == _MOST_FAILED or (stop.is_set() and outcome.state == "failed"):  # a service died
+                    raise RunFailed(outcome.detail)
+                self._tell()
+
+    def _tell(self) -> None:
+        """How many runs are done, and at what pace."""
+        now = time.monotonic()
+        if self.done == 1:  # the services were still waking up
+            self._began = now
+        pace = (self.done - 1) / (now - self._began) if self.done > 1 else 0.0
+        self._say("running", self.done, len(self._lives), f"runs, {pace:.2g} runs/s" if pace else "runs")
 
 
 def coins(plan: AuditPlan) -> IntArray:
@@ -205,23 +199,6 @@ def in_turn(plan: AuditPlan) -> list[int]:
     """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
     places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
-
-
-def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
-    """Tells how many runs are done, at what pace, and how long it will take."""
-    began, runs = time.monotonic(), 2 * plan.all_runs
-    say("starting services")
-
-    def tell(done: int) -> None:
-        nonlocal began
-        count(done)
-        now = time.monotonic()
-        if done == 1:  # the services were still waking up
-            began = now
-        pace = (done - 1) / (now - began) if done > 1 else 0.0
-        say("running", done, runs, f"runs, {pace:.2g} runs/s" if pace else "runs")
-
-    return tell
 
 
 # ---- ciphertext ------------------------------------------------------------------------------------------------------
@@ -250,10 +227,9 @@ def audit_ciphertext_to(
     console = console or terminal.console()
     with terminal.bar("choosing the swap") as say:
         plan = plan_for_ciphertext(prepared, asked)
-        runs = made(plan, folder, "wiretap", seeded=seeded, say=say)
-        source = f"{plural(len(runs.kept), 'run')} of real services on this machine, channels encrypted and tapped"
+        runs = _made(plan, folder, "wiretap", "channels encrypted and tapped", seeded=seeded, say=say)
         done = audit_ciphertext(plan, runs, asked.seed, say)
-    return show_ciphertext(done, plan, runs, "; ".join((source, *runs.notes)), asked.seed, folder, console)
+    return show_ciphertext(done, plan, runs, asked.seed, folder, console)
 
 
 def plan_for_ciphertext(prepared: Prepared, asked: AuditRequest) -> AuditPlan:
@@ -304,25 +280,27 @@ def _conversations(plan: AuditPlan, runs: Started) -> list[Conversation]:
 
     lines = lines_of(plan)
     found = []
-    for k, capture in enumerate(runs.kept):
+    for k, run in enumerate(runs.runs):
+        if (capture := run.capture) is None:
+            found.append(Conversation(run.world, "", float(k), ()))
+            continue
         table = pa.Table.from_batches(capture.batches())
         order = k if capture.replica is None else capture.replica
         name = str(capture.facts["run_id"])
-        found.append(conversation(table, lines, name, world=capture.world or 0, number=order))
-    silent = [Conversation(world, "", float(len(found) + k), ()) for k, (_, world) in enumerate(runs.gone)]
-    return found + silent
+        found.append(conversation(table, lines, name, world=run.world, number=order))
+    return found
 
 
 # ---- what came of it -------------------------------------------------------------------------------------------------
 
 
 def show_ciphertext(
-    done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, seed: int, folder: Path, console: Console
+    done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int, folder: Path, console: Console
 ) -> int:
     """Print an audit of ciphertext and write it down; returns the exit code."""
     name = plan.run.spec.names[plan.worlds.learner]
-    write_json(folder / "audit.json", _document(done, plan, runs, source, seed))
-    notes = _notes(done, plan, runs, source, seed)
+    write_json(folder / "audit.json", _document(done, plan, runs, seed))
+    notes = _notes(done, plan, runs, seed)
     print_verdict(done.verdict, name, _rows(done.found.bounds), notes, console)
     console.out(f"{folder}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
@@ -330,16 +308,11 @@ def show_ciphertext(
 
 def _total(runs: Started) -> Ciphertext:
     """What wiretaps noted in all runs."""
-    total = Ciphertext()
-    for own in (capture.ciphertext for capture in runs.kept):
-        if own is not None:
-            total = Ciphertext(
-                total.connections + own.connections, total.records + own.records, total.bytes + own.bytes
-            )
-    return total
+    noted = [capture.ciphertext for capture in runs.kept if capture.ciphertext is not None]
+    return Ciphertext(*(sum(getattr(each, name) for each in noted) for name in ("connections", "records", "bytes")))
 
 
-def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, seed: int) -> dict[str, Any]:
+def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> dict[str, Any]:
     """`audit.json` of ciphertext."""
     return {
         "sottovoce": version("sottovoce"),
@@ -348,7 +321,7 @@ def _document(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, s
         "spec": plan.run.spec.model_dump(mode="json"),
         "learner": plan.run.spec.names[plan.worlds.learner],
         "verdict": done.verdict,
-        "source": source,  # where the runs came from, in words
+        "source": "; ".join(runs.source),  # where the runs came from, in words
         "captures_sha256": runs.digests(),  # by their paths in the folder of the audit, or that was named
         "coins": runs.coins,  # what chose the world of every run
         "provisos": runs.provisos,  # what must be known of the runs besides
@@ -375,11 +348,12 @@ def _rows(bounds: Sequence[Bound]) -> Iterator[TableRow]:
         yield "ciphertext", seen, result, least, claimed
 
 
-def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str, seed: int) -> Iterator[str]:
+def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, seed: int) -> Iterator[str]:
     first, second = done.runs
     total = _total(runs)
     noted = ciphertext_line(total.connections, total.records, total.bytes)
-    yield f"Runs: {source}; {plural(first, 'run')} of world 0, {count(second)} of world 1. {coins_line(runs.coins, seed)}"
+    each = f"{plural(first, 'run')} of world 0, {count(second)} of world 1"
+    yield f"Runs: {'; '.join(runs.source)}; {each}. {coins_line(runs.coins, seed)}"
     yield from runs.provisos
     yield f"Worlds: {plan.worlds.what}. Adjacent: {plan.guarantee.adjacency}. Noted: {noted}."
     yield "What the numbers say was not looked at: sottovoce audit --on network reads them."

@@ -1,9 +1,10 @@
-"""The audit's figures of losses and guesses. Rounds are counted from 0, as in the verdict."""
+"""The figures of an audit: losses, guesses and rounds; noise, and what a swap does."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from sottovoce_client.reports.marks import (
     INK,
     PINK,
     RED,
+    RULE,
     Axis,
     Mark,
     View,
@@ -33,13 +35,18 @@ from sottovoce_client.reports.marks import (
 )
 from sottovoce_client.wording import number
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
+from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import Ratios, RoundBounds
 from sottovoce_core.auditing.online.sequential import EpsilonBound
+from sottovoce_core.auditing.worlds import Twins
 
 WORLDS = (("first world", BLUE), ("second world", RED))
 SHOWN_CLAIM = 1.6
 """Of what so many runs can show at best: a larger claim lies above the picture."""
+
+_ZOOMED = 8
+"""Rounds after the swap that the close view shows."""
 
 
 # ---- losses of whole runs --------------------------------------------------------------------------------------------
@@ -51,7 +58,7 @@ def possible(shown: Ratios) -> BoolArray:
     return known
 
 
-def expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatArray]:
     """How many runs of either world each bin should hold, given the losses of all runs.
 
     A fair coin chose the world, so a run of loss L lives in the first one with chance `1 / (1 + e^-L)`, if densities are as
@@ -63,7 +70,7 @@ def expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatAr
     return first, both - first
 
 
-def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
+def _loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
     """Losses of all runs in both worlds, between plus and minus the claim; nothing where every finite loss is zero."""
     title, known = "How much every run gives away", possible(shown)
     totals, worlds = shown.total[known], shown.worlds[known]
@@ -75,7 +82,7 @@ def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
     for world, (name, colour) in enumerate(WORLDS):
         counts, _ = np.histogram(totals[worlds == world], edges)
         marks.append(bars(edges, counts, name, colour))
-    for (name, colour), heights in zip(WORLDS, expected(totals, edges), strict=True):
+    for (name, colour), heights in zip(WORLDS, _expected(totals, edges), strict=True):
         marks.append(
             line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, step="middle", width=1.6)
         )
@@ -98,7 +105,7 @@ def _near_and_far(reach: float, claim: float) -> tuple[View, ...]:
 # ---- guessing --------------------------------------------------------------------------------------------------------
 
 
-def roc(shown: Ratios) -> tuple[FloatArray, FloatArray]:
+def _roc(shown: Ratios) -> tuple[FloatArray, FloatArray]:
     """False and true positive rates of guessing the first world where the loss is at least c, for every c that matters."""
     order = np.argsort(-shown.total, kind="stable")
     ordered, first = shown.total[order], shown.worlds[order] == 0
@@ -108,13 +115,13 @@ def roc(shown: Ratios) -> tuple[FloatArray, FloatArray]:
     return false, true
 
 
-def allowed(epsilon: float, false: FloatArray) -> FloatArray:
+def _allowed(epsilon: float, false: FloatArray) -> FloatArray:
     """The largest true positive rate that epsilon allows: `min(e^eps FPR, 1 - e^-eps (1 - FPR))`."""
     most: FloatArray = np.minimum(np.exp(min(epsilon, 700.0)) * false, 1.0 - np.exp(-epsilon) * (1.0 - false))
     return most
 
 
-def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
+def _roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     """How well the loss tells the worlds apart, and how well the claim allows it to."""
     least = 0.5 / max(1, len(shown.worlds))
     across = np.concatenate(
@@ -122,12 +129,12 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     )
     marks: list[Mark] = []
     if math.isfinite(claim):
-        lower = np.maximum(1.0 - allowed(claim, 1.0 - across), least / 10)
-        marks.append(band(across, lower, allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
+        lower = np.maximum(1.0 - _allowed(claim, 1.0 - across), least / 10)
+        marks.append(band(across, lower, _allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2))
     if bound > 0.0:
-        marks.append(rule(across, allowed(bound, across), f"edge of ε = {number(bound, 3)}", GREEN))
+        marks.append(rule(across, _allowed(bound, across), f"edge of ε = {number(bound, 3)}", GREEN))
     marks.append(rule(across, across, "blind guessing", FAINT, "dot"))
-    false, true = roc(shown)
+    false, true = _roc(shown)
     kept = thinned(len(false))
     marks.append(line(false[kept], true[kept], "guessing by the loss", BLUE))
     views = [
@@ -137,7 +144,7 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     return Figure("roc", "How well the worlds can be told apart", marks, views)
 
 
-def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
+def _progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
     """Bounds as runs come in, in a fixed random order, for they are made world by world.
 
     Returns:
@@ -160,12 +167,12 @@ def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray,
     return at, np.array(lower), best
 
 
-def progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
+def _progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
     """The lower bound as runs come in; nothing where no run was guessed."""
     title = "What more runs add"
     if not guessed.guesses:
         return Figure("progress", title, (), ())
-    at, lower, best = progress(shown, guessed)
+    at, lower, best = _progress(shown, guessed)
     runs = len(shown.total)
     marks = [
         rule(at, best, "at best", PINK, "dot"),
@@ -191,7 +198,7 @@ def _by_round(name: str, title: str, what: str, marks: Sequence[Mark]) -> Figure
     return Figure(name, title, known, views)
 
 
-def cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
+def _cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
     kept = thinned(len(claim))
     curves = (("largest loss of any run", shown.peak, RED), ("mean loss of all runs", shown.typical, BLUE))
@@ -206,7 +213,7 @@ def _claimed(kept: IntArray, claim: FloatArray) -> Mark:
     return rule(kept, positive(claim[kept]), "claimed at most", width=1.8)
 
 
-def single_plot(rounds: RoundBounds | None) -> Figure:
+def _single_plot(rounds: RoundBounds | None) -> Figure:
     """Every message on its own: the claim, the largest loss and the lower bound; nothing where they are not known."""
     name, title, what = "single", "Every message on its own", "privacy loss of the round"
     if rounds is None:
@@ -221,3 +228,159 @@ def single_plot(rounds: RoundBounds | None) -> Figure:
         dots(kept, np.where(above, lower, math.nan), "lower bound above the claim", RED, shape="cross"),
     ]
     return _by_round(name, title, what, marks)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def noise_plot(noise: FloatArray) -> Figure:
+    """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie; nothing without noise."""
+    title = "Its density"
+    if not noise.any():
+        return Figure("noise", title, (), ())
+    reach = max(6.0, math.log(len(noise)) + 1.0)
+    edges = np.linspace(-reach, reach, 81 if len(noise) > 2000 else 31)
+    width = float(edges[1] - edges[0])
+    counts, _ = np.histogram(noise, edges)
+    centres = (edges[1:] + edges[:-1]) / 2
+    chances = np.diff(np.where(edges < 0, 0.5 * np.exp(edges), 1.0 - 0.5 * np.exp(-np.abs(edges))))
+    error = 1.96 * np.sqrt(chances * (1.0 - chances) / len(noise))
+    least = 0.3 / len(noise) / width
+    low, high = np.maximum((chances - error) / width, least), (chances + error) / width
+    heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
+    marks = [
+        band(centres, low, high, INK, "19 of 20 lie here"),
+        rule(centres, chances / width, "Laplace, as claimed", dash="solid"),
+        dots(centres, heights, "found in the messages", BLUE),
+    ]
+    up = Axis("density", log=True, low=least, high=max(0.9, float(np.nanmax(heights))))
+    return Figure("noise", title, marks, (View("", Axis("noise, in units of its claimed scale"), up),))
+
+
+def _quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
+    """Quantiles that Laplace numbers should have, and those that these have; the tails are not left out."""
+    n = len(noise)
+    ranks = thinned(n, most)
+    tail = np.unique(np.geomspace(1, max(1, n), 40).astype(int)) - 1
+    ranks = np.unique(np.concatenate([ranks, tail, n - 1 - tail]))
+    p = (ranks + 0.5) / n
+    should = np.where(p < 0.5, np.log(2 * np.minimum(p, 0.5)), -np.log(2 * np.minimum(1 - p, 0.5)))
+    return should, np.sort(noise)[ranks]
+
+
+def quantile_plot(noise: FloatArray) -> Figure:
+    """Quantiles of the noise against those of Laplace numbers: a straight line if all is well."""
+    title = "Its quantiles"
+    if not noise.any():
+        return Figure("quantiles", title, (), ())
+    should, has = _quantiles(noise)
+    ends = [should[0], should[-1]]
+    marks = [rule(ends, ends, "as claimed", dash="solid"), dots(should, has, "found in the messages", BLUE)]
+    return Figure(
+        "quantiles", title, marks, (View("", Axis("quantile that is claimed"), Axis("quantile that was found")),)
+    )
+
+
+# ---- the swap --------------------------------------------------------------------------------------------------------
+
+
+def _twins_plot(name: str, title: str, pair: Twins, rounds: IntArray) -> Figure:
+    """One number of the messages in both worlds, with the same noise and without any, over these rounds."""
+    curves = (
+        ("first world", pair.first, BLUE, "solid", 3.2),  # the second must not hide it
+        ("second world, same noise", pair.second, RED, "solid", 1.8),
+        ("first world, no noise", pair.bare_first, BLUE, "dot", 3.2),
+        ("second world, no noise", pair.bare_second, RED, "dot", 1.8),
+    )
+    thin = 1.0 if len(rounds) <= 100 else 0.6
+    marks: list[Mark] = []
+    if len(rounds) and rounds[0] <= pair.swapped <= rounds[-1]:
+        marks.append(upright(pair.swapped, "swapped record learned", FAINT, "dot"))
+    marks += [
+        line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
+        for said, values, colour, dash, width in curves
+    ]
+    zero = rule(rounds[[0, -1]], [0, 0], "", RULE, "solid", width=1.0) if len(rounds) else None
+    return Figure(
+        name, title, [*([zero] if zero else []), *marks], (View("", rounds_across(), Axis("number that is said")),)
+    )
+
+
+def _close_rounds(pair: Twins) -> IntArray:
+    """The rounds around those that the swap moves first and most."""
+    length = len(pair.first)
+    moved = moving(pair)
+    start = min(pair.swapped, int(moved[0]) if len(moved) else pair.swapped)
+    end = max(start, int(moved[0]) if len(moved) else start) + _ZOOMED
+    return np.arange(max(0, start - 2), min(length, end + 1))
+
+
+def moving(pair: Twins) -> IntArray:
+    """Rounds in which the number differs between the worlds, with the same noise or without any."""
+    return np.flatnonzero((pair.first != pair.second) | (pair.bare_first != pair.bare_second))
+
+
+def most_different(done: Audit) -> tuple[int, int] | None:
+    """Position of the round, and number in it, that the black box saw: of the telling round, or the first one after it.
+
+    The number is the one whose means in the two worlds differ most, in units of its spread. None: no such round was seen, or
+    nothing differs.
+    """
+    later = np.flatnonzero(done.plan.listener.rounds >= done.twins.telling)
+    both = [done.seen[done.worlds == world] for world in (0, 1)]
+    if min(map(len, both)) == 0:
+        return None
+    for k in later.tolist():
+        means = [np.mean(part[:, k], axis=0) for part in both]
+        spread = np.std(done.seen[:, k], axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):  # numbers that are equal in all runs
+            apart = np.nan_to_num(np.abs(means[0] - means[1]) / spread)
+        if apart.any():
+            return k, int(apart.argmax())
+    return None
+
+
+def _said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
+    """One number of one round's message over all runs, in both worlds; nothing where none differs."""
+    title = "With fresh noise in every run"
+    if place is None:
+        return Figure("said", title, (), ())
+    return worlds_plot("said", title, done.seen[:, place[0], place[1]], done.worlds, "number that is said")
+
+
+def worlds_plot(name: str, title: str, values: FloatArray, worlds: IntArray, axis: str) -> Figure:
+    """One number of every run, a histogram for each world."""
+    known = np.isfinite(values)
+    low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
+    if not low < high:
+        low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+    edges = np.linspace(low, high, 50 if len(values) > 400 else 26)
+    marks = []
+    for world, (which, colour) in enumerate(WORLDS):
+        mine = values[known & (worlds == world)]
+        shares = np.histogram(mine, edges)[0] / max(1, len(mine))
+        marks.append(bars(edges, shares, which, colour))
+    view = View("", Axis(axis), Axis("share of runs", form="share", zero=True))
+    return Figure(name, title, marks, (view,))
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
+    """All figures of an audit; `heard`: the number that `most_different` chose."""
+    found, plan, shown, pair = done.found, done.plan, done.shown, done.twins
+    if shown is not None:
+        yield _cumulative_plot(shown, plan.claim)
+        yield _single_plot(found.rounds)
+        if found.guessed is not None:
+            yield _loss_plot(shown, found.claim, float(plan.guarantee.paper[-1]))
+            yield _roc_plot(shown, found.claim, found.guessed.value)
+            yield _progress_plot(shown, found.guessed, found.claim)
+    yield noise_plot(done.noise)
+    yield quantile_plot(done.noise)
+    rounds, near = len(pair.first), _close_rounds(pair)
+    yield _twins_plot("twins", "The whole run", pair, thinned(rounds))
+    close = _twins_plot("twins-close", "Around the swap", pair, near)
+    yield close if len(near) < rounds else replace(close, marks=())
+    yield _said_plot(done, heard)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -12,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.auditing.worlds import digest
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.marks import thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.wording import NOTHING, chance, number
-from sottovoce_core.auditing.audit import Audit, Coins
+from sottovoce_client.wording import NOTHING, chance, number, share
+from sottovoce_core.auditing.audit import Audit, Coins, LearnerLoss
 from sottovoce_core.auditing.bounds import Bound, Test, ceiling
 from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.worlds import Twins
@@ -164,7 +160,7 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         digest: SHA-256 of its `audit.json`; empty: it is not written.
     """
     found, plan = done.found, done.plan
-    heard = pictures.most_different(done)
+    heard = plots.most_different(done)
     values = {
         "done": done,
         "name": name,
@@ -196,24 +192,23 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "command": _command(done, name, seed),
         "spec_yaml": dump_spec(plan.run.spec),
     }
-    return Page("audit.html.j2", [*_figures(done, heard), *_tables(done)], values)
+    return Page("audit.html.j2", [*plots.figures(done, heard), *_tables(done)], values)
 
 
 def _families(found: Findings) -> dict[str, Any]:
     """What each family comes to as if the others had found nothing, and what it shows of itself."""
-    conformance, likelihood, black_box = (found.of(family) for family in ("conformance", "likelihood", "black box"))
-    tried = [bound for bound in black_box.bounds if bound.view]
+    families = {
+        "conformance": found.of("conformance"),
+        "likelihood": found.of("likelihood"),
+        "black_box": found.of("black box"),
+    }
+    kinds: dict[str, str] = {name: decide(each).kind for name, each in families.items()}
+    if kinds["conformance"] == "unpromised":
+        kinds["conformance"] = "consistent"
+    tried = [bound for bound in families["black_box"].bounds if bound.view]
     return {
-        "kinds": {
-            "conformance": "consistent" if (kind := decide(conformance).kind) == "unpromised" else kind,
-            "likelihood": decide(likelihood).kind,
-            "black_box": decide(black_box).kind,
-        },
-        "classes": {
-            "conformance": _worst_by_class(conformance.tests),
-            "likelihood": _worst_by_class(likelihood.tests),
-            "black_box": _worst_by_class(black_box.tests),
-        },
+        "kinds": kinds,
+        "classes": {name: _worst_by_class(each.tests) for name, each in families.items()},
         "attempt": max(tried, key=lambda each: (each.value, each.correct / max(1, each.guesses)), default=None),
     }
 
@@ -230,24 +225,6 @@ def _nearness(test: Test) -> float:
     return math.inf if math.isnan(test.p_value) else test.p_value / test.level if test.level else math.inf
 
 
-def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
-    found, plan, shown, pair = done.found, done.plan, done.shown, done.twins
-    if shown is not None:
-        yield plots.cumulative_plot(shown, plan.claim)
-        yield plots.single_plot(found.rounds)
-        if found.guessed is not None:
-            yield plots.loss_plot(shown, found.claim, float(plan.guarantee.paper[-1]))
-            yield plots.roc_plot(shown, found.claim, found.guessed.value)
-            yield plots.progress_plot(shown, found.guessed, found.claim)
-    yield pictures.noise_plot(done.noise)
-    yield pictures.quantile_plot(done.noise)
-    rounds, near = len(pair.first), pictures.close_rounds(pair)
-    yield pictures.twins_plot("twins", "The whole run", pair, thinned(rounds))
-    close = pictures.twins_plot("twins-close", "Around the swap", pair, near)
-    yield close if len(near) < rounds else replace(close, marks=())
-    yield pictures.said_plot(done, heard)
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +234,7 @@ def _tables(done: Audit) -> Iterator[PageTable]:
     yield guesses_table("guesses", "Guesses", found.bounds)
     yield _single(found)
     yield _moved(done.twins)
-    yield pictures.learners_table(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
+    yield _learners(done.learners, done.plan.run.spec.names, done.plan.worlds.learner)
 
 
 def tests_table(tests: Sequence[Test]) -> PageTable:
@@ -307,6 +284,29 @@ def _single(found: Findings) -> PageTable:
 _GUESSES = Column("right guesses", lambda made: f"{made[0]:,} of {made[1]:,}")
 
 
+def _learners(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> PageTable:
+    """The largest loss that was seen of every learner, against its claim."""
+    rows = [
+        (
+            f"{names[each.learner]}, audited" if each.learner == audited else names[each.learner],
+            each.swap,
+            each.largest,
+            each.claim,
+            each.largest / each.claim if 0 < each.claim < math.inf else math.nan,
+        )
+        for each in losses
+    ]
+    above = [k for k, each in enumerate(losses) if each.largest > each.claim * (1 + 1e-9) + 1e-9]
+    columns = (
+        Column("learner"),
+        Column("swap that shows most", kind="long"),
+        Column("its largest loss", three),
+        Column("claimed at most", number),
+        Column("so much of the claim", share, kind="bar"),
+    )
+    return PageTable("learners", "Learner by learner", columns, rows, frozenset((row, 2) for row in above))
+
+
 def _moved(pair: Twins) -> PageTable:
     """The first messages that the swap moves, against their noise."""
     rows = [
@@ -317,7 +317,7 @@ def _moved(pair: Twins) -> PageTable:
             scale := float(pair.scale[t]),
             difference / scale if scale > 0 else None,
         )
-        for t in pictures.moving(pair)[:3].tolist()
+        for t in plots.moving(pair)[:3].tolist()
     ]
     heads = ("difference, same noise", "without noise", "noise scale")
     ratio = Column("difference / scale", lambda value: "no noise" if value is None else three(value))

@@ -104,15 +104,6 @@ def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-_PairOf = Callable[[int | None], int]
-"""The pair of worlds that a run is of, by its replica."""
-
-
-def only_pair(replica: int | None) -> int:
-    """All runs are of one pair of worlds."""
-    return 0
-
-
 _EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
 _MAX_NAMED = 3
 """Copies, and runs without a capture, that are named; more are counted."""
@@ -122,38 +113,72 @@ _ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The runs of an audit, each once.
+class _StartedRun:
+    """A run of an audit.
 
     Attributes:
-        kept: captures that have all rounds; by wiretap, all that there are, for nobody can tell.
-        short: captures that have not.
-        outcomes: how each of `kept`, of `short`, and then of those without a capture ended.
-        gone: pair and world of every started run without a capture.
+        capture: what was overheard of it; None: nothing.
+        pair, world: the pair of worlds, and which world of it.
+        outcome: how it ended, in a word or two.
+        whole: whether its capture has all rounds; by wiretap, where nobody can tell, whether there is one.
+    """
+
+    capture: Capture | None
+    pair: int
+    world: int
+    outcome: str
+    whole: bool = False
+
+    def losses(self, plan: AuditPlan) -> Ratios:
+        """Exact losses of what was heard of it, in the worlds of this plan: none of a round that was not heard."""
+        rounds = plan.run.spec.rounds
+        if self.capture is not None:
+            try:
+                said = said_in(self.capture, plan.run).until(rounds)
+                return ratios(plan.run, plan.worlds, Recording(self.world, said), plan.claim)
+            except EquivocationError:
+                raise
+            except CaptureError:  # not one round was heard
+                pass
+        return Ratios.silent(np.array([self.world]), rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The runs of an audit, each once: those that are whole, those of which rounds are missing, those without a capture.
+
+    Attributes:
+        runs: whose world is known.
+        source: where they came from, in words; what else must be said of them.
         unknown: so many more started runs left neither a capture nor a coin.
-        notes: what else must be said of them, in words.
         provisos: what must be known besides to judge what is found, a sentence each.
         unproven: as of `Audit`.
         coins: what chose their worlds.
         root: the folder that captures are named by, which may lie anywhere; empty: none was said.
     """
 
-    kept: Sequence[Capture]
-    short: Sequence[Capture]
-    outcomes: tuple[str, ...]
-    gone: tuple[tuple[int, int], ...] = ()
+    runs: tuple[_StartedRun, ...]
+    source: tuple[str, ...] = ()
     unknown: int = 0
-    notes: tuple[str, ...] = ()
-    pair_of: _PairOf = only_pair
     provisos: tuple[str, ...] = ()
     unproven: str = ""
     coins: Coins = "none"
     root: str = ""
 
-    def within(self, folder: Folder) -> Started:
-        """The same runs, whose captures are called by their paths in this folder."""
-        notes = tuple(note.replace(f"{folder.name}/", "") for note in self.notes)
-        return replace(self, root=folder.name, notes=notes)
+    @property
+    def kept(self) -> list[Capture]:
+        """Captures of the runs that are whole."""
+        return [run.capture for run in self.runs if run.capture is not None and run.whole]
+
+    @property
+    def captures(self) -> list[Capture]:
+        """All captures."""
+        return [run.capture for run in self.runs if run.capture is not None]
+
+    def within(self, folder: Folder, what: str) -> Started:
+        """The same runs, that came from there, whose captures are called by their paths in this folder."""
+        notes = (note.replace(f"{folder.name}/", "") for note in self.source)
+        return replace(self, root=folder.name, source=(what, *notes))
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every capture, by its path in the folder of `within`.
@@ -161,7 +186,11 @@ class Started:
         Raises:
             CaptureError: one cannot be read.
         """
-        return {_within(each.name, self.root): each.digests()[0] for each in (*self.kept, *self.short)}
+        found = {}
+        for each in self.captures:
+            place = each.name.removeprefix(f"{self.root}/") if each.name != self.root else PurePosixPath(each.name).name
+            found[place] = each.digests()[0]
+        return found
 
     @property
     def tapped(self) -> bool:
@@ -176,45 +205,17 @@ class Started:
         """
         if not plan.paired:
             return None
-        worlds = [capture.world or 0 for capture in (*self.kept, *self.short)]
-        worlds += [world for _, world in self.gone]
-        return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan), self.unknown)
-
-    def pair(self, capture: Capture) -> int:
-        """The pair of worlds that a run is of."""
-        return self.pair_of(capture.replica)
+        lost = dict[int, list[Ratios]]()
+        for run in self.runs if plan.listener.replayable else ():
+            if not run.whole:
+                lost.setdefault(run.pair, []).append(run.losses(plan.pairs[run.pair]))
+        worlds, outcomes = (tuple(getattr(run, name) for run in self.runs) for name in ("world", "outcome"))
+        losses = {k: Ratios.joined(parts) for k, parts in lost.items()}
+        return Starts(np.array(worlds, dtype=np.int64), outcomes, losses, self.unknown)
 
     def counts(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
-        every = [self.pair(capture) for capture in (*self.kept, *self.short)] + [pair for pair, _ in self.gone]
-        return [max(1, every.count(k) // 2) for k in range(pairs)]
-
-    def _lost(self, plan: AuditPlan) -> dict[int, Ratios]:
-        """Losses of what was heard of runs that are not whole, by pair of worlds."""
-        if not plan.listener.replayable:
-            return {}
-        found = dict[int, list[Ratios]]()
-        for capture in self.short:
-            k = self.pair(capture)
-            found.setdefault(k, []).append(_heard_of(capture, plan.pairs[k]))
-        for k, world in self.gone:
-            found.setdefault(k, []).append(Ratios.silent(np.array([world]), plan.run.spec.rounds))
-        return {k: Ratios.joined(parts) for k, parts in found.items()}
-
-
-def _within(name: str, root: str) -> str:
-    return name.removeprefix(f"{root}/") if name != root else PurePosixPath(name).name
-
-
-def _heard_of(capture: Capture, plan: AuditPlan) -> Ratios:
-    world = capture.world or 0
-    try:
-        said = said_in(capture, plan.run)
-        return ratios(plan.run, plan.worlds, Recording(world, said.until(plan.run.spec.rounds)), plan.claim)
-    except EquivocationError:
-        raise
-    except CaptureError:  # not one round was heard
-        return Ratios.silent(np.array([world]), plan.run.spec.rounds)
+        return [max(1, sum(run.pair == k for run in self.runs) // 2) for k in range(pairs)]
 
 
 def said_in(capture: Capture, run: Run) -> Transcript:
@@ -248,34 +249,70 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
             )
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
+# ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
-def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
-    """Captures without their copies, and the copies: the same messages, byte by byte, wherever they lie.
+def started(
+    captures: Sequence[Capture],
+    run: Run,
+    ledger: Mapping[int, Entry] | None = None,
+    pair_of: Callable[[int | None], int] = lambda replica: 0,
+) -> Started:
+    """What became of every run that was started.
+
+    Args:
+        captures: all that there are.
+        run: what was run.
+        ledger: of all runs that were started; None: none is known but those that were captured.
+        pair_of: the pair of worlds of a run, by its replica (default: all are of one pair).
 
     Raises:
-        CaptureError: one cannot be read, or two of one id have different messages.
+        CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
+        EquivocationError: a learner said different things to different neighbours.
     """
-    found, copies, ids = dict[str, Capture](), list[Capture](), dict[str, str]()
-    for capture in captures:
-        whole, parts = capture.digests()
-        key = (
-            parts if capture.totals()[0] or capture.ciphertext else whole
-        )  # where nothing was said, all captures look alike
+    if not captures:
+        raise CaptureError("no run was overheard: there is no capture")
+    single, copies = _first_of_each(captures, _content)
+    ids = dict[str, Capture]()
+    for capture in single:
         ident = str(capture.facts["capture_id"])
-        if key in found:
-            copies.append(capture)
-            continue
-        if ident in ids:
-            raise CaptureError(f"{found[ids[ident]].name} and {capture.name} are both capture {ident}, and differ")
-        found[key], ids[ident] = capture, key
-    return list(found.values()), copies
-
-
-def _copied(copies: Sequence[Capture]) -> str:
-    names = _some([capture.name for capture in copies])
-    return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}"
+        if (other := ids.setdefault(ident, capture)) is not capture:
+            raise CaptureError(f"{other.name} and {capture.name} are both capture {ident}, and differ")
+    single, again = _first_of_each(single, lambda each: each.name if each.replica is None else each.replica)
+    for capture in (*single, *again) if ledger is not None else ():
+        _require_entered(capture, _entry(capture, ledger))
+    kept = _whole(single, run) if single[0].ciphertext is None else single
+    if not kept:
+        raise CaptureError(
+            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
+        )
+    names = {capture.name for capture in kept}
+    short = [capture for capture in single if capture.name not in names]
+    repeated, heard = ({capture.replica for capture in some} for some in (again, single))
+    unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
+    runs = []
+    for capture in (*kept, *short):
+        whole, entry = capture.name in names, _entry(capture, ledger)
+        outcome = (entry.early if entry else "") or (WHOLE if whole else _EARLY)
+        outcome = _REPEATED if capture.replica in repeated else outcome
+        runs.append(_StartedRun(capture, pair_of(capture.replica), capture.world or 0, outcome, whole))
+    runs += [
+        _StartedRun(None, pair_of(k), entry.world, entry.early or _MISSING)
+        for k, entry in unheard.items()
+        if entry.world is not None
+    ]
+    notes = []
+    if copies:
+        notes.append(f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {_some(each.name for each in copies)}")
+    if short:  # where there are no coins, nothing can be said of them
+        coined = short[0].world is not None
+        what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
+        notes.append(f"{what} of which rounds are missing")
+    notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
+    unknown = sum(entry.world is None for entry in unheard.values())
+    seeded = sum(entry.seeded for entry in ledger.values()) if ledger else 0
+    provisos = (seeded_noise(seeded, len(ledger)),) if ledger and seeded else ()
+    return Started(tuple(runs), tuple(notes), unknown, provisos)
 
 
 def _some(things: Iterable[object]) -> str:
@@ -284,73 +321,20 @@ def _some(things: Iterable[object]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else "")
 
 
-# ---- outcomes --------------------------------------------------------------------------------------------------------
+def _content(capture: Capture) -> str:
+    """Equal for copies, wherever they lie: of messages, byte by byte; where nothing was said, all captures look alike."""
+    whole, parts = capture.digests()
+    return parts if capture.totals()[0] or capture.ciphertext else whole
 
 
-def started(
-    captures: Sequence[Capture],
-    run: Run,
-    ledger: Mapping[int, Entry] | None = None,
-    pair_of: _PairOf = only_pair,
-) -> Started:
-    """What became of every run that was started.
-
-    Args:
-        captures: all that there are.
-        run: what was run.
-        ledger: of all runs that were started; None: none is known but those that were captured.
-        pair_of: the pair of worlds of a run, by its replica.
-
-    Raises:
-        CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
-        EquivocationError: a learner said different things to different neighbours.
-    """
-    if not captures:
-        raise CaptureError("no run was overheard: there is no capture")
-    single, copies = _distinct(captures)
-    single, again = _first_of_each(single)
-    if ledger is not None:
-        for capture in (*single, *again):
-            _require_entered(capture, ledger)
-    kept = _whole(single, run) if single[0].ciphertext is None else single
-    if not kept:
-        raise CaptureError(
-            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
-        )
-    names = {capture.name for capture in kept}
-    short = [capture for capture in single if capture.name not in names]
-    repeated = {capture.replica for capture in again}
-    outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
-    heard = {capture.replica for capture in single}
-    unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
-    lost = {k: entry for k, entry in unheard.items() if entry.world is not None}
-    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else _MISSING for entry in lost.values()]
-    notes = [_copied(copies)] if copies else []
-    if short:  # where there are no coins, nothing can be said of them
-        coined = short[0].world is not None
-        what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
-        notes.append(f"{what} of which rounds are missing")
-    notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
-    gone = tuple((pair_of(k), int(entry.world or 0)) for k, entry in lost.items())
-    unknown, provisos = len(unheard) - len(lost), tuple(_of_seeds(ledger or {}))
-    return Started(kept, short, tuple(outcomes), gone, unknown, tuple(notes), pair_of, provisos)
-
-
-def _of_seeds(ledger: Mapping[int, Entry]) -> Iterator[str]:
-    """What learners said themselves of the noise of these runs."""
-    if seeded := sum(entry.seeded for entry in ledger.values()):
-        yield seeded_noise(seeded, len(ledger))
-
-
-def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
-    """One capture of every numbered run, and those that are of a run that has one already."""
+def _first_of_each(
+    captures: Sequence[Capture], key: Callable[[Capture], object]
+) -> tuple[list[Capture], list[Capture]]:
+    """The first capture with every key, and the others."""
     first, again = dict[object, Capture](), list[Capture]()
     for capture in captures:
-        key = capture.name if capture.replica is None else capture.replica
-        if key in first:
+        if first.setdefault(key(capture), capture) is not capture:
             again.append(capture)
-        else:
-            first[key] = capture
     return list(first.values()), again
 
 
@@ -361,26 +345,16 @@ def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
     return [capture for capture in kept if said_in(capture, run).rounds == run.spec.rounds]
 
 
-def _outcome(capture: Capture, whole: bool, repeated: set[int | None], ledger: Mapping[int, Entry] | None) -> str:
-    if capture.replica in repeated:
-        return _REPEATED
-    entry = _entry(capture, ledger or {})
-    if entry is not None and entry.outcome not in ("", "finished"):
-        return entry.outcome
-    return WHOLE if whole else _EARLY
+def _entry(capture: Capture, ledger: Mapping[int, Entry] | None) -> Entry | None:
+    return None if capture.replica is None or ledger is None else ledger.get(capture.replica)
 
 
-def _entry(capture: Capture, ledger: Mapping[int, Entry]) -> Entry | None:
-    return None if capture.replica is None else ledger.get(capture.replica)
-
-
-def _require_entered(capture: Capture, ledger: Mapping[int, Entry]) -> None:
+def _require_entered(capture: Capture, entry: Entry | None) -> None:
     """A capture must be the one that the ledger knows.
 
     Raises:
         CaptureError: it is of no run there, of another world, or not the same any more.
     """
-    entry = _entry(capture, ledger)
     if entry is None:
         raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
     if entry.world is not None and capture.world != entry.world:

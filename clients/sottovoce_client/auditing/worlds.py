@@ -19,35 +19,108 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from sottovoce_client.documents import private
 from sottovoce_core.arrays import IntArray
-from sottovoce_core.auditing.audit import Coins
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.worlds import Worlds
 from sottovoce_core.data import LearnerData, PlacedData
-from sottovoce_core.errors import CaptureError, DataError, SottovoceError
+from sottovoce_core.errors import CaptureError, DataError
 from sottovoce_core.experiment import Prepared
+from sottovoce_core.explaining import requirement
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
-WORLDS_FILE, _FORMAT = "worlds.json", "sottovoce-worlds-2"
-_OF_ONE_PAIR = "sottovoce-worlds-1"
-"""The format of before: one pair of worlds, its facts among the others."""
+WORLDS_FILE = "worlds.json"
+_FORMAT: Literal["sottovoce-worlds-2"] = "sottovoce-worlds-2"
 
 MAX_WORLDS_BYTES = 64 * 2**20
 
-Document = dict[str, Any]
 Way = Literal["relay", "wiretap"]
+
+
+class _Record(BaseModel, strict=True):
+    features: list[float]
+    label: float
+
+
+class _Pair(BaseModel, strict=True):
+    """Two worlds: which use of a record, or which record in all of its uses, and what it is in either world."""
+
+    what: str
+    use: int | None = None
+    row: int | None = None
+    first: _Record
+    second: _Record
+
+    @classmethod
+    def of(cls, worlds: Worlds) -> _Pair:
+        """As it is written down."""
+        swapped = np.flatnonzero(worlds.swapped())
+        use = int(swapped[0])
+        own = {"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}
+        sides = []
+        for data in (worlds.first, worlds.second):
+            row = data.order[use]
+            sides.append(_Record(features=data.features[row].tolist(), label=float(data.labels[row])))
+        return cls(what=worlds.what, **own, first=sides[0], second=sides[1])
+
+    def worlds(self, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
+        """Among the records of this learner."""
+        swap, index = (own.with_record, self.row) if self.use is None else (own.with_use, self.use)
+        if index is None:
+            raise CaptureError(f"a pair of worlds must have a use or a row: {self.what}")
+        first, second = (swap(index, np.array(each.features), each.label) for each in (self.first, self.second))
+        return Worlds(learner, first, second, self.what, shared)
+
+
+class WorldsFile(BaseModel, strict=True):
+    """`worlds.json`: what the worlds of an audit are.
+
+    Attributes:
+        learner: whose record is swapped.
+        pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
+        runs: of each world.
+        coins: what chose the world of every run.
+        data: as of `digest`.
+        ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
+    """
+
+    format: Literal["sottovoce-worlds-2"] = _FORMAT
+    learner: str
+    shared: bool
+    pairs: Annotated[list[_Pair], Field(min_length=1)]
+    pair_of_run: list[int] = []
+    runs: int
+    seed: Any
+    coins: Literal["seed", "operating system", "not known"] = "not known"
+    data: str
+    spec: dict[str, Any]
+    ledger: str | None = None
+
+    def pair(self, replica: int | None) -> int:
+        """Which pair of worlds a run is of.
+
+        Raises:
+            CaptureError: the file does not say it.
+        """
+        if len(self.pairs) == 1:
+            return 0
+        found = None if replica is None else dict(enumerate(self.pair_of_run)).get(replica)
+        if found is None or not 0 <= found < len(self.pairs):
+            raise CaptureError(
+                f"{WORLDS_FILE}: pair_of_run must say which of the {len(self.pairs)} pairs of worlds run {replica} is of"
+            )
+        return found
 
 
 def as_audited(spec: RunSpec, capture: Way = "relay") -> RunSpec:
@@ -86,37 +159,20 @@ def write_worlds(
         capture: how edges are overheard.
         seeded: whether the coins come from the seed.
     """
-    document = {
-        "format": _FORMAT,
-        "learner": plan.run.spec.names[plan.worlds.learner],
-        "shared": plan.worlds.shared,
-        "pairs": [_pair(each.worlds) for each in plan.pairs],
-        **({"pair_of_run": list(pair_of_run)} if plan.beside else {}),
-        "runs": plan.all_runs,
-        "seed": plan.seeds.audited.entropy,
-        "coins": "seed" if seeded else "operating system",
-        "data": digest(plan.data),
-        "spec": as_audited(plan.run.spec, capture).model_dump(mode="json"),
-        **({} if ledger is None else {"ledger": ledger}),
-    }
+    document = WorldsFile(
+        learner=plan.run.spec.names[plan.worlds.learner],
+        shared=plan.worlds.shared,
+        pairs=[_Pair.of(each.worlds) for each in plan.pairs],
+        pair_of_run=list(pair_of_run) if plan.beside else [],
+        runs=plan.all_runs,
+        seed=plan.seeds.audited.entropy,
+        coins="seed" if seeded else "operating system",
+        data=digest(plan.data),
+        spec=as_audited(plan.run.spec, capture).model_dump(mode="json"),
+        ledger=ledger,
+    ).model_dump(exclude_none=True)
     with open(folder / WORLDS_FILE, "w", encoding="utf-8", opener=private) as file:  # it holds records
         file.write(json.dumps(document, indent=2) + "\n")
-
-
-def _pair(worlds: Worlds) -> Document:
-    swapped = np.flatnonzero(worlds.swapped())
-    use = int(swapped[0])
-    return {
-        "what": worlds.what,
-        **({"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}),
-        "first": _record(worlds.first, use),
-        "second": _record(worlds.second, use),
-    }
-
-
-def _record(data: LearnerData, use: int) -> Document:
-    row = data.order[use]
-    return {"features": data.features[row].tolist(), "label": float(data.labels[row])}
 
 
 def digest(data: PlacedData) -> str:
@@ -128,7 +184,7 @@ def digest(data: PlacedData) -> str:
     return found.hexdigest()
 
 
-def read_worlds(place: Folder) -> Document:
+def read_worlds(place: Folder) -> WorldsFile:
     """The file as it stands.
 
     Raises:
@@ -142,12 +198,20 @@ def read_worlds(place: Folder) -> Document:
             document = json.loads(file.read(MAX_WORLDS_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"cannot read {where}: {str(error) or type(error).__name__}") from None
-    if not isinstance(document, dict) or document.get("format") not in (_FORMAT, _OF_ONE_PAIR):
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CaptureError(f"{where} must say what two worlds are, in the format {_FORMAT}")
-    return document
+    try:
+        return WorldsFile.model_validate(document)
+    except ValidationError as error:
+        raise CaptureError(f"{where} does not say what two worlds are: {_wrong(error)}") from None
 
 
-def worlds_from(document: Document, prepared: Prepared, where: str) -> list[Worlds]:
+def _wrong(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))} {requirement(problem)}"
+
+
+def worlds_from(document: WorldsFile, prepared: Prepared, where: str) -> list[Worlds]:
     """All pairs of worlds.
 
     Args:
@@ -156,89 +220,31 @@ def worlds_from(document: Document, prepared: Prepared, where: str) -> list[Worl
         where: what errors call the file.
 
     Raises:
-        CaptureError: it lacks something, or something is of another kind.
+        CaptureError: the learner is none of the run's.
         DataError: made with other data, the worlds are not adjacent, or the loss is not defined for them.
     """
+    names = prepared.run.spec.names
+    if document.learner not in names:
+        raise CaptureError(f"{where}: the learner must be one of {', '.join(names)}, got {document.learner!r}")
+    if document.data != digest(prepared.data):
+        raise DataError(
+            f"{where} is of other records than the spec's data source gives now; SOTTOVOCE_DATA may lead elsewhere"
+        )
+    learner = names.index(document.learner)
+    own = prepared.data.learners[learner]
     try:
-        names = prepared.run.spec.names
-        if document["learner"] not in names:
-            raise CaptureError(f"{where}: the learner must be one of {', '.join(names)}, got {document['learner']!r}")
-        if document["data"] != digest(prepared.data):
-            raise DataError(
-                f"{where} is of other records than the spec's data source gives now; SOTTOVOCE_DATA may lead elsewhere"
-            )
-        learner = names.index(document["learner"])
-        own = prepared.data.learners[learner]
-        pairs = document["pairs"] if document["format"] == _FORMAT else [document]
-        found = [_worlds(pair, learner, own, shared=document["shared"] is True) for pair in pairs]
+        found = [pair.worlds(learner, own, shared=document.shared) for pair in document.pairs]
         for worlds in found:
             worlds.require_learnable(prepared.run.loss)
-        return found
     except DataError as error:
-        raise DataError(str(error) if where in str(error) else f"{where}: {error}") from None
-    except SottovoceError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise CaptureError(f"{where} does not say what two worlds are: {error!r}") from None
-
-
-def _worlds(pair: Document, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
-    kind = "use" if "use" in pair else "row"
-    swap, index = (own.with_use if kind == "use" else own.with_record), pair[kind]
-    if type(index) is not int:
-        raise TypeError(f"{kind} must be a number")
-    first, second = (
-        swap(index, np.asarray(record["features"], dtype=np.float64), float(record["label"]))
-        for record in (pair["first"], pair["second"])
-    )
-    return Worlds(learner, first, second, str(pair["what"]), shared)
-
-
-def coins_of(document: Document) -> Coins:
-    """What chose the world of every run, as far as the file says it."""
-    told = document.get("coins")
-    return told if told in ("seed", "operating system") else "not known"
-
-
-def pairs_of(document: Document, where: str) -> Callable[[int | None], int]:
-    """Which pair of worlds a run is of, by its replica.
-
-    Args:
-        document: the file.
-        where: what errors call the file.
-
-    Raises:
-        CaptureError: the file does not say it.
-    """
-    pairs = len(document.get("pairs", [document]))
-    if pairs == 1:
-        return lambda replica: 0
-    told = document.get("pair_of_run")
-    if not isinstance(told, list) or not all(type(k) is int and 0 <= k < pairs for k in told):
-        raise CaptureError(f"{where}: pair_of_run must say of every run which of the {pairs} pairs of worlds it is of")
-
-    def pair(replica: int | None) -> int:
-        if replica is None or not 0 <= replica < len(told):
-            raise CaptureError(f"{where} must say of which pair of worlds run {replica} is")
-        return int(told[replica])
-
-    return pair
+        raise DataError(f"{where}: {error}") from None
+    return found
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
 LEDGER_FILE, _LEDGER_FORMAT = "runs.jsonl", "sottovoce-runs-1"
 MAX_LEDGER_BYTES = 64 * 2**20
-
-_KINDS: Mapping[str, type] = {
-    "started": bool,
-    "run_id": str,
-    "outcome": str,
-    "world": int,
-    "nonce": str,
-    "capture": str,
-    "seeded": bool,
-}
 
 
 def tossed(runs: int) -> IntArray:
@@ -296,8 +302,7 @@ class LedgerWriter:
             file.write(json.dumps(line) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(BaseModel, strict=True, frozen=True, extra="forbid"):
     """A started run, as the ledger knows it.
 
     Attributes:
@@ -308,14 +313,21 @@ class Entry:
         seeded: noise of a learner came from a seed or a recording.
     """
 
+    started: Literal[True] = True
     run_id: str = ""
     outcome: str = ""
     world: int | None = None
+    nonce: str = ""
     capture: str = ""
     seeded: bool = False
 
+    @property
+    def early(self) -> str:
+        """How it ended before its last round; empty: it did not, or nobody saw its end."""
+        return "" if self.outcome == "finished" else self.outcome
 
-def read_ledger(place: Folder, worlds: Mapping[str, Any]) -> dict[int, Entry] | None:
+
+def read_ledger(place: Folder, worlds: WorldsFile) -> dict[int, Entry] | None:
     """The started runs of the audit that these worlds belong to, by replica; None: it kept no ledger.
 
     Args:
@@ -326,10 +338,10 @@ def read_ledger(place: Folder, worlds: Mapping[str, Any]) -> dict[int, Entry] | 
         CaptureError: the ledger is missing, cannot be read, is that of other worlds, or a coin is not the one committed to.
     """
     where = f"{place.name}/{LEDGER_FILE}"
-    if "ledger" not in worlds and LEDGER_FILE not in place.names():
+    if worlds.ledger is None and LEDGER_FILE not in place.names():
         return None
     first, *lines = _lines(place, where)
-    if worlds.get("ledger") != hashlib.sha256(first).hexdigest():
+    if worlds.ledger != hashlib.sha256(first).hexdigest():
         raise CaptureError(f"{where} is not the ledger that {place.name}/{WORLDS_FILE} was written with")
     with place.open(WORLDS_FILE) as file:
         digest = hashlib.sha256(file.read()).hexdigest()
@@ -342,9 +354,15 @@ def read_ledger(place: Folder, worlds: Mapping[str, Any]) -> dict[int, Entry] | 
                     raise CaptureError(f"{where} is of another {WORLDS_FILE} than the one beside it")
                 continue
             _add(entries, line, len(commitments))
-        return {k: _checked(k, entries[k], commitments[k], where) for k in sorted(entries)}
+        found = {k: Entry.model_validate(entries[k]) for k in sorted(entries)}
+    except ValidationError as error:
+        raise CaptureError(f"{where} does not say which runs were started: {_wrong(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CaptureError(f"{where} does not say which runs were started: {error!r}") from None
+    for k, entry in found.items():
+        if entry.world is not None and _commitment(entry.world, entry.nonce) != commitments[k]:
+            raise CaptureError(f"{where}: the coin of run {k} is not the one that was committed to before")
+    return found
 
 
 def _lines(place: Folder, where: str) -> Iterator[bytes]:
@@ -359,26 +377,12 @@ def _lines(place: Folder, where: str) -> Iterator[bytes]:
     yield from content.rpartition(b"\n")[0].split(b"\n")
 
 
-def _add(entries: dict[int, dict[str, Any]], line: Mapping[str, Any], planned: int) -> None:
-    """What a line says of a run is said once."""
-    replica = line["replica"]
+def _add(entries: dict[int, dict[str, Any]], line: dict[str, Any], planned: int) -> None:
+    """What a line says of a run is said once, after its start."""
+    replica = line.pop("replica")
     if type(replica) is not int or not 0 <= replica < planned:
         raise ValueError(f"replica must be in [0, {planned})")
     known = entries.setdefault(replica, {})
-    for key, value in line.items():
-        if key == "replica":
-            continue
-        if type(value) is not _KINDS[key] or key in known:
-            raise ValueError(f"{key} of run {replica} must be said once, and be a {_KINDS[key].__name__}")
-        known[key] = value
-
-
-def _checked(replica: int, known: Mapping[str, Any], commitment: str, where: str) -> Entry:
-    if known.get("started") is not True:
-        raise ValueError(f"run {replica} ended before it was started")
-    world = known.get("world")
-    if world is not None and _commitment(world, known["nonce"]) != commitment:
-        raise CaptureError(f"{where}: the coin of run {replica} is not the one that was committed to before")
-    return Entry(
-        known.get("run_id", ""), known.get("outcome", ""), world, known.get("capture", ""), known.get("seeded", False)
-    )
+    if known.keys() & line.keys() or not (known or "started" in line):
+        raise ValueError(f"run {replica} must be started once, and all else said of it once, after that")
+    known.update(line)

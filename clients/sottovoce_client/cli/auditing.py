@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -29,7 +27,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.text import plain
 
 if TYPE_CHECKING:
-    from sottovoce_client.auditing.audit import Auditor, AuditRequest
+    from sottovoce_client.auditing.audit import AuditRequest
     from sottovoce_core.experiment import Prepared
     from sottovoce_core.spec import RunSpec
 
@@ -198,36 +196,21 @@ def _made(
             from sottovoce_client.auditing.network import audit_ciphertext_to
 
             code = audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
+        elif on == "network":
+            from sottovoce_client.auditing.network import on_network
+
+            code = audit_to(folder, prepared, asked, partial(on_network, folder=folder, seeded=seeded))
         else:
-            with _work(on, folder, backend, jobs, seeded=seeded) as work:
-                code = audit_to(folder, prepared, asked, work)
+            from sottovoce_client.auditing.audit import on_simulator
+            from sottovoce_client.backends import mapper_over
+
+            with mapper_over(backend, jobs) as mapper:
+                code = audit_to(folder, prepared, asked, partial(on_simulator, mapper=mapper))
         terminal.tell_file(folder / "audit.json")
         return code
     except Interrupted as stopped:  # which says in a line what there is
         print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
         return 130
-
-
-@contextlib.contextmanager
-def _work(
-    on: Literal["simulator", "network"],
-    folder: Path,
-    backend: str,
-    jobs: int | None,
-    *,
-    seeded: bool,
-) -> Iterator[Auditor]:
-    """Who makes the runs."""
-    if on == "network":
-        from sottovoce_client.auditing.network import on_network
-
-        yield on_network(folder, seeded=seeded)
-    else:
-        from sottovoce_client.auditing.audit import on_simulator
-        from sottovoce_client.backends import mapper_over
-
-        with mapper_over(backend, jobs) as mapper:
-            yield partial(on_simulator, mapper=mapper)
 
 
 def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:
@@ -238,11 +221,11 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
 
     console = terminal.console()
     with terminal.bar("reading captures") as say:
-        plan, runs, source = earlier(captures, asked, prepared_from, say, spec=spec)
+        plan, runs = earlier(captures, asked, prepared_from, say, spec=spec)
         if runs.tapped:
-            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, say), plan, runs, source)
+            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, say), plan, runs)
         else:
-            told = partial(show, audit_of(plan, runs, source, say))
+            told = partial(show, audit_of(plan, runs, say))
     folder = folder_for("audit", out, _WRITES)
     code = told(asked.seed, folder, console)
     terminal.tell_file(folder / "audit.json")

@@ -370,8 +370,8 @@ def _swap(
     found = most_telling(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None
-    by_round = np.cumsum(found.losses.realised[:, 0, 0])
-    return Swap(abs(float(by_round[-1])), found.score, float(claimed[transcript.rounds - 1]), by_round)
+    by_round = np.cumsum(found.realised[:, 0, 0])
+    return Swap(abs(float(by_round[-1])), float(found.supremum[0, 0]), float(claimed[transcript.rounds - 1]), by_round)
 
 
 def _last(curve: FloatArray, rounds: int) -> float:

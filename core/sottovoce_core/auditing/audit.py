@@ -177,25 +177,38 @@ class Audit:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(plan: AuditPlan, part: Recording, single: Apart | None = None, tell: Tell = nobody) -> Examined:
-    """Keep what the tests need of some runs; what takes long of it says how far it is."""
-    from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
+def examine(
+    plan: AuditPlan,
+    part: Recording,
+    pair: int = 0,
+    single: Apart | None = None,
+    tell: Tell = nobody,
+    *,
+    losses_alone: bool = False,
+) -> Examined:
+    """Keep what the tests need of some runs.
 
+    Args:
+        plan: the audit, of all pairs of worlds.
+        part: what was heard of these runs, which live in one world.
+        pair: of worlds, by its place in the plan.
+        single: losses of single rounds, where these were drawn anew.
+        tell: is told how far it is, in what takes long.
+        losses_alone: their noise is not examined.
+    """
+    plan = plan.pairs[pair]
+    run, hears, transcript = plan.run, plan.listener, part.transcript
     noise = None
-    if plan.listener.threat is not ThreatModel.OUTPUT:
-        close = math.ceil(plan.close * part.transcript.replicas)
-        share = min(1.0, part.transcript.replicas * numbers_of(plan.run) / max(1, plan.numbers))
-        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close, share, tell)
-    return replace(_losses(plan, part, single), noise=noise)
+    if not losses_alone and hears.threat is not ThreatModel.OUTPUT:
+        from sottovoce_core.auditing.conformance.battery import examine_noise  # it needs scipy from the start
 
-
-def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
-    """Of some runs, all but their noise."""
-    replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
-    seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
-    judged = plan.listener.replayable and part.channel
-    private = differences(plan.run, plan.worlds, part.transcript) if judged else None
-    return Examined(part.world, seen, part.channel, replayed, single, private=private)
+        close = math.ceil(plan.close * transcript.replicas)
+        share = min(1.0, transcript.replicas * numbers_of(run) / max(1, plan.numbers))
+        noise = examine_noise(run, plan.data, plan.worlds, part.world, transcript, close, share, tell)
+    replayed = ratios(run, plan.worlds, part, plan.claim) if hears.replayable else None
+    seen = np.nan_to_num(hears.seen(part, plan.worlds, run), nan=0.0)  # what nobody heard
+    private = differences(run, plan.worlds, transcript) if hears.replayable and part.channel else None
+    return Examined(part.world, seen, part.channel, replayed, single, noise, pair, private)
 
 
 def _simulated(
@@ -215,20 +228,16 @@ def _simulated(
         actual: what really runs (default: what is claimed).
         losses_alone: their noise is not examined.
     """
-    plan = plan.pairs[share.pair]
+    pair = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
     made = _MADE_OF_LOSSES if losses_alone else _MADE
     of_share = Share(share.world, share.runs, runs, tell=within(share.tell, 0.0, made))
-    decisions = plan.listener.threat is ThreatModel.OUTPUT
-    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
+    decisions = pair.listener.threat is ThreatModel.OUTPUT
+    part = overhear(actual or pair.run, pair.data, pair.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
-    if plan.listener.replayable:
-        generator = np.random.default_rng(coins)
-        single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
-    if losses_alone:
-        return replace(_losses(plan, part, single), pair=share.pair)
-    looked = examine(plan, part, single, within(share.tell, made, 1.0))
-    return replace(looked, pair=share.pair)
+    if pair.listener.replayable:
+        single = apart(pair.run, pair.worlds, part.transcript, noise(drawn), np.random.default_rng(coins), actual)
+    return examine(plan, part, share.pair, single, within(share.tell, made, 1.0), losses_alone=losses_alone)
 
 
 def audit_simulated(
@@ -327,16 +336,19 @@ def conclude(
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
-    runs, noise = _Runs.of(plan, heard, starts), heard[0].noise
-    found = _findings(plan, runs, noise, mapper, say)
+    lost = {} if starts is None else starts.lost
+    by_pair = ([part for part in heard if part.pair == k] for k in range(len(plan.pairs)))
+    pairs = [_Pair(each, lost.get(each[0].pair)) for each in by_pair if each]
+    first, noise = pairs[0], heard[0].noise
+    found = _findings(plan, pairs, noise, starts, mapper, say)
     about = blamed(found, plan.run.spec.names, plan.worlds.learner)
     return Audit(
         plan=plan,
         source=source,
-        shown=runs.shown,
-        worlds=runs.worlds,
-        seen=_seen(runs.parts),
-        views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in runs.views[0].items()},
+        shown=first.started,
+        worlds=first.worlds,
+        seen=first.seen,
+        views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in first.views.items()},
         about=about,
         noise=_shown(noise, about),
         numbers=0 if noise is None else noise.numbers,
@@ -354,150 +366,117 @@ def _shown(noise: Battery | None, learner: int | None) -> FloatArray:
     return np.concatenate(noise.shown) if learner is None else noise.shown[learner]
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """All runs, as tests look at them.
+class _Pair:
+    """Runs of one pair of worlds, as tests look at them.
 
     Attributes:
-        parts: those of the first pair of worlds, which are guessed.
-        losses: exact losses of whole runs, by pair of worlds; none where the listener does not hear enough.
+        parts: what was heard of them.
+        seen, worlds: of all of them, by the black box; and the world of each.
+        views: what classifiers may look at.
+        losses: exact losses of whole runs; None where the listener does not hear enough.
         started: the same of all started runs: none is left out for its end.
-        views: what classifiers may look at, by pair of worlds.
-        private: how much the worlds differ in what is kept to itself, by pair of worlds; None: not known.
-        starts: how the runs ended; None: all were simulated to their end.
     """
 
-    parts: Sequence[Examined]
-    losses: Sequence[Ratios]
-    started: Sequence[Ratios]
-    views: Sequence[Mapping[str, FloatArray]]
-    private: Sequence[FloatArray | None]
-    starts: Starts | None
-
-    @classmethod
-    def of(cls, plan: AuditPlan, heard: Sequence[Examined], starts: Starts | None) -> _Runs:
-        """All that was heard, in all pairs of worlds."""
-        by_pair = [[part for part in heard if part.pair == k] for k in range(len(plan.pairs))]
-        known = ([part.ratios for part in each if part.ratios is not None] for each in by_pair)
-        losses = [Ratios.joined(each) for each in known if each]
-        lost = {} if starts is None else starts.lost
-        started = [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
-        views = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
-        private = [_private(each) for each in by_pair if each]
-        return cls(by_pair[0], losses, started, views, private, starts)
+    def __init__(self, parts: Sequence[Examined], lost: Ratios | None) -> None:
+        self.parts = parts
+        self.seen = np.concatenate([part.seen for part in parts])
+        self.worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
+        channel = [run for part in parts for run in part.channel]
+        self.views = {**number_views(self.seen), **(tables(channel) if channel else {})}
+        known = [part.ratios for part in parts if part.ratios is not None]
+        self.losses = Ratios.joined(known) if known else None
+        self.started = Ratios.joined([*known, lost]) if known and lost is not None else self.losses
 
     @property
-    def worlds(self) -> IntArray:
-        """`(runs,)` of those that are guessed."""
-        return np.concatenate([np.full(len(part.seen), part.world) for part in self.parts])
-
-    @property
-    def shown(self) -> Ratios | None:
-        """Exact losses of those that are guessed, and of the others that were started in the same pair of worlds."""
-        return self.started[0] if self.started else None
-
-
-def _seen(parts: Sequence[Examined]) -> FloatArray:
-    return np.concatenate([part.seen for part in parts])
-
-
-def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
-    heard = [run for part in parts for run in part.channel]
-    return tables(heard) if heard else {}
-
-
-def _private(parts: Sequence[Examined]) -> FloatArray | None:
-    known = [part.private for part in parts if part.private is not None]
-    return np.concatenate(known) if len(known) == len(parts) else None
+    def judged(self) -> PairRuns | None:
+        """For the tests of what the messages do not say; None where nobody knows what they do say."""
+        if self.losses is None:
+            return None
+        known = [part.private for part in self.parts if part.private is not None]
+        private = np.concatenate(known) if len(known) == len(self.parts) else None
+        return PairRuns(self.losses.total, 1 - self.losses.worlds, self.views, private)
 
 
 def _findings(
-    plan: AuditPlan, runs: _Runs, noise: Battery | None, mapper: Mapper, say: Callable[[str], None]
+    plan: AuditPlan,
+    pairs: Sequence[_Pair],
+    noise: Battery | None,
+    starts: Starts | None,
+    mapper: Mapper,
+    say: Callable[[str], None],
 ) -> Findings:
     """What all families find; where the coins are none, only what needs no coin."""
-    from sottovoce_core.auditing.verdict import blind, most, reaches
+    from sottovoce_core.auditing.verdict import reached
 
     numbers = 0 if noise is None else noise.numbers
     say("conformance")
     conformance = () if noise is None else noise.tests(plan.levels)
-    guessed, rounds = _likelihood(plan, runs, mapper, say)
+    guessed, rounds = _likelihood(plan, pairs[0], mapper, say)
     say("black box")
-    attacks = _attacks(plan, runs)
-    excesses = (each.excess(pair.claim) for each, pair in zip(runs.started, plan.pairs, strict=False))
+    views = pairs[0].views
+    attacks = (
+        attack(views, pairs[0].worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
+        if plan.paired
+        else ()
+    )
+    where, coins = (
+        plan.run.spec.names[plan.worlds.learner],
+        _of_coins(plan, pairs, starts, attacks) if plan.paired else (),
+    )
+    claimed = ((pair.started, each.claim) for pair, each in zip(pairs, plan.pairs, strict=False))
+    excesses = (started.excess(claim) for started, claim in claimed if started is not None)
     found = Findings(
         runs=plan.all_runs,
         levels=plan.levels,
         claim=plan.epsilon,
-        tests=(*conformance, *_calibration(plan, runs), *_side_channels(plan, runs, attacks)),
+        tests=(*conformance, *(replace(test, where=where) for test in coins)),
         bounds=(*guessed, *(each.bound for each in attacks)),
         excess=next((excess for excess in excesses if excess is not None), None),
         rounds=rounds,
         paired=plan.paired,
-        void=_void(plan, runs.starts),
-        most=most(plan),
-        reaches=reaches(plan, numbers, on_lattice=any(test.part == "lattice" for test in conformance)),
-        blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in runs.losses)])),
+        void=starts.void(plan.levels.of("black box", "worlds")) if starts is not None and plan.paired else "",
     )
+    losses = np.concatenate([np.empty(0), *(pair.losses.total for pair in pairs if pair.losses is not None)])
+    found = reached(found, plan, numbers, losses)
     return found.without_coins if found.void else found
 
 
 def _likelihood(
-    plan: AuditPlan, runs: _Runs, mapper: Mapper, say: Callable[[str], None]
+    plan: AuditPlan, pair: _Pair, mapper: Mapper, say: Callable[[str], None]
 ) -> tuple[tuple[Bound, ...], RoundBounds | None]:
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
-    if runs.shown is None or not plan.paired:
+    if pair.started is None or not plan.paired:
         return (), None
     say("fixing thresholds")
     lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
     before = list(mapper(partial(_simulated, plan, losses_alone=True), lots))
     claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
     say("whole runs and single rounds")
-    bound = guess(runs.shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
-    return (bound,), _rounds(plan, runs.parts, before)
+    bound = guess(pair.started, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
+    audited, single = ([part.apart for part in each if part.apart is not None] for each in (pair.parts, before))
+    if len(audited) < len(pair.parts):
+        return (bound,), None
+    return (bound,), bound_rounds(Apart.joined(audited), Apart.joined(single), plan.per_round, plan.levels)
 
 
-def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
-    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
-    if len(audited) < len(parts):
-        return None
-    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
-
-
-def _calibration(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
-    """Whether exact losses say how often they are right, over all pairs of worlds."""
-    if not runs.started or not plan.paired:
-        return ()
-    return plan.levels.judged("calibration", calibration(runs.started, plan.run.spec.names[plan.worlds.learner]))
-
-
-def _side_channels(plan: AuditPlan, runs: _Runs, attacks: Sequence[Attack]) -> tuple[Test, ...]:
-    """Whether anything depends on the world but as the messages' densities say, in any pair; where these are known."""
-    if not plan.paired:
-        return ()
-    where = plan.run.spec.names[plan.worlds.learner]
-    ends = () if runs.starts is None else (runs.starts.test(where),)
-    of_pairs = zip(runs.losses, runs.views, runs.private, strict=False)
-    pairs = [PairRuns(each.total, 1 - each.worlds, seen, private) for each, seen, private in of_pairs]
-    learned = learned_tests(pairs[0], attacks, where) if pairs else ()
-    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where), *private_tests(pairs, where), *learned))
-
-
-def _attacks(plan: AuditPlan, runs: _Runs) -> tuple[Attack, ...]:
-    """Of classifiers, where there are two worlds."""
-    if not plan.paired:
-        return ()
-    views = runs.views[0]
-    return attack(views, runs.worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
+def _of_coins(
+    plan: AuditPlan, pairs: Sequence[_Pair], starts: Starts | None, attacks: Sequence[Attack]
+) -> tuple[Test, ...]:
+    """Whether exact losses say how often they are right, and nothing else depends on the world, in any pair."""
+    ends = () if starts is None else (starts.test(),)
+    judged = [each for pair in pairs if (each := pair.judged) is not None]
+    learned = learned_tests(judged[0], attacks) if judged else ()
+    beside = (*ends, *channel_tests(judged), *private_tests(judged), *learned)
+    losses = [pair.started for pair in pairs if pair.started is not None]
+    return (
+        *plan.levels.judged("calibration", calibration(losses) if losses else ()),
+        *plan.levels.judged("worlds", beside),
+    )
 
 
 def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
     """Numbers are those of some rounds; what a channel gives away is of all of them."""
     return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
-
-
-def _void(plan: AuditPlan, starts: Starts | None) -> str:
-    """Why the coins are none; empty where they may be fair ones."""
-    return starts.void(plan.levels.of("black box", "worlds")) if starts is not None and plan.paired else ""
 
 
 # ---- all learners ----------------------------------------------------------------------------------------------------
@@ -512,6 +491,6 @@ def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     for i, own in enumerate(data.learners):
         if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
-            telling = search(plan.run, transcript, (i,), own, tried, peak)
-            found.append(LearnerLoss(i, telling.swap[1], claim, telling.score))
+            (_, swap), largest = search(plan.run, transcript, (i,), own, tried, peak)
+            found.append(LearnerLoss(i, swap, claim, largest))
     return tuple(found)

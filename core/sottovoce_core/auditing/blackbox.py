@@ -5,8 +5,9 @@ Runs are split: 60 % to learn, and to choose the view and the threshold by cross
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,26 +117,17 @@ def attack(
         SpecError: scikit-learn is not installed.
     """
     learnt, guessed = split(len(worlds), seed)
-    runs = _Runs({name: _in_range(view) for name, view in _varying(views).items()}, worlds, learnt, guessed)
-    models = _models(int(seed.generate_state(1)[0]))
+    varying = {name: _in_range(view) for name, view in _varying(views).items()}
+    if any(len(np.unique(fold)) < 2 for fold in np.array_split(worlds[learnt], _FOLDS)):
+        varying = {}  # too few runs to learn from
     blank = Bound("black box", "", "", 0, 0, claim, level(levels), delta=delta, tested=len(guessed))
     sklearn = import_extra("sklearn", "scikit-learn", "an audit")
     # Views are finite. Checks of settings and numbers, once for each of sixty small trees, take a sixth of the time.
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
         return tuple(
-            _attempt(model, runs, replace(blank, guesser=name))
-            for name, model in zip(_CLASSIFIERS, models, strict=True)
+            _attempt(model, varying, worlds, learnt, guessed, replace(blank, guesser=name))
+            for name, model in _models(int(seed.generate_state(1)[0])).items()
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """All runs, the worlds they live in, and which of them are learnt from and guessed."""
-
-    views: Mapping[str, FloatArray]
-    worlds: IntArray
-    learnt: IntArray
-    guessed: IntArray
 
 
 def _in_range(features: FloatArray) -> FloatArray:
@@ -145,52 +137,41 @@ def _in_range(features: FloatArray) -> FloatArray:
     return scaled
 
 
-def _models(seed: int) -> list[Any]:
-    """In the order of `_CLASSIFIERS`."""
+def _models(seed: int) -> dict[str, Any]:
+    """By the names in `_CLASSIFIERS`, in their order."""
     ensemble, linear, pipeline, scaling = (
         import_extra(f"sklearn.{name}", "scikit-learn", "an audit")
         for name in ("ensemble", "linear_model", "pipeline", "preprocessing")
     )
-    return [
+    models = (
         pipeline.make_pipeline(scaling.StandardScaler(), linear.LogisticRegression(C=0.1, max_iter=1000)),
         # Not HistGradientBoostingClassifier: its threads wait for each other by spinning, minutes on a busy machine.
         ensemble.GradientBoostingClassifier(
             n_estimators=60, max_depth=3, subsample=0.5, max_features="sqrt", random_state=seed
         ),
-    ]
+    )
+    return dict(zip(_CLASSIFIERS, models, strict=True))
 
 
-def _attempt(model: Any, runs: _Runs, blank: Bound) -> Attack:
+def _attempt(
+    model: Any, views: Mapping[str, FloatArray], worlds: IntArray, learnt: IntArray, guessed: IntArray, blank: Bound
+) -> Attack:
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
-    worlds, learnt, guessed = runs.worlds, runs.learnt, runs.guessed
-    folds = np.array_split(learnt, _FOLDS)
-    if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
-        return Attack(blank, guessed, np.empty(0))  # nothing to look at, or too few runs to learn from
+    if not views:
+        return Attack(blank, guessed, np.empty(0))
+    selection = import_extra("sklearn.model_selection", "scikit-learn", "an audit")
+    held_out = partial(selection.cross_val_predict, model, cv=selection.KFold(_FOLDS), method="decision_function")
     promises = {
-        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], blank)
-        for view, features in runs.views.items()
+        view: _least(held_out(features[learnt], worlds[learnt]), worlds[learnt], blank)
+        for view, features in views.items()
     }
     view = max(promises, key=lambda each: promises[each][1])
-    features, threshold = runs.views[view], promises[view][0]
-    scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[guessed])
+    features, threshold = views[view], promises[view][0]
+    scores = model.fit(features[learnt], worlds[learnt]).decision_function(features[guessed])
     made = np.abs(scores) >= threshold
     right = (scores > 0) == (worlds[guessed] == 1)
     bound = replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
     return Attack(bound, guessed, scores)
-
-
-def _held_out(model: Any, features: FloatArray, worlds: IntArray, folds: Sequence[IntArray]) -> FloatArray:
-    """Log odds of all runs in the folds, in order, each by a model that learned from the other folds."""
-    scores = []
-    for k, fold in enumerate(folds):
-        others = np.concatenate([other for j, other in enumerate(folds) if j != k])
-        scores.append(_log_odds(model.fit(features[others], worlds[others]), features[fold]))
-    return np.concatenate(scores)
-
-
-def _log_odds(model: Any, features: FloatArray) -> FloatArray:
-    odds: FloatArray = np.asarray(model.decision_function(features), dtype=np.float64)
-    return odds
 
 
 def _least(scores: FloatArray, worlds: IntArray, blank: Bound) -> tuple[float, float]:

@@ -78,7 +78,7 @@ class Test:
     statistic: float
     p_value: float
     """How likely a statistic this extreme is where the claim holds."""
-    where: str
+    where: str = ""
     """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
     primary: bool = True
     """Whether it is of those that share the first half of their part's level; the others share the second half."""
@@ -113,13 +113,10 @@ class Levels:
     alpha: float
     shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: SHARES)
 
-    def family(self, family: Family) -> float:
-        """Of all parts of a family together."""
-        return self._of(sum(self.shares[family].values(), Fraction(0)))
-
     def of(self, family: Family, part: Part, among: int = 1) -> float:
         """Of each of so many tests or bounds that share a part evenly."""
-        return self._of(self.shares[family][part]) / among
+        share = self.shares[family][part]
+        return self.alpha * share.numerator / share.denominator / among
 
     def judged(self, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
         """Tests of a part, each with its level: half of it for the primary ones, half for the others, evenly."""
@@ -127,9 +124,6 @@ class Levels:
         counts = Counter(test.primary for test in tests)
         level = {primary: self.of(family, part, len(counts) * count) for primary, count in counts.items()}
         return tuple(replace(test, family=family, part=part, level=level[test.primary]) for test in tests)
-
-    def _of(self, share: Fraction) -> float:
-        return self.alpha * share.numerator / share.denominator
 
 
 # ---- lower bounds on epsilon -----------------------------------------------------------------------------------------
@@ -305,8 +299,6 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
 
 def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
     """Clopper-Pearson interval of a rate, two-sided."""
-    beta = import_extra("scipy.stats", "scipy", "a confidence interval").beta
-    alpha = 1.0 - confidence
-    low = float(beta.ppf(alpha / 2, count, trials - count + 1)) if count else 0.0
-    high = float(beta.ppf(1.0 - alpha / 2, count + 1, trials - count)) if count < trials else 1.0
-    return low, high
+    stats = import_extra("scipy.stats", "scipy", "a confidence interval")
+    found = stats.binomtest(count, trials).proportion_ci(confidence)
+    return float(found.low), float(found.high)

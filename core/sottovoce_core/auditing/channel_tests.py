@@ -61,12 +61,11 @@ _STEPS = 30
 """Of Newton's method at most: any theta gives a valid bound, the best one the smallest."""
 
 
-def calibration(pairs: Iterable[Ratios], where: str = "") -> tuple[Test, ...]:
+def calibration(pairs: Iterable[Ratios]) -> tuple[Test, ...]:
     """Hold the coins of all runs against their losses.
 
     Args:
         pairs: the exact losses of the runs, of every pair of worlds.
-        where: the place that the tests name.
     """
     losses = list(pairs)
     coins = np.concatenate([1 - each.worlds for each in losses])
@@ -94,9 +93,7 @@ def calibration(pairs: Iterable[Ratios], where: str = "") -> tuple[Test, ...]:
         ("losses of rounds", "the loss of every round says of the coin what it should", (of_round, rounds), False),
         ("guesses by strength", "guesses of every strength are right as often as it says", (of_bin, bins), False),
     ]
-    return tuple(
-        Test(name, what, statistic, p, where, primary=primary) for name, what, (statistic, p), primary in found
-    )
+    return tuple(Test(name, what, statistic, p, primary=primary) for name, what, (statistic, p), primary in found)
 
 
 def _tilted(losses: FloatArray, coins: IntArray, instrument: FloatArray) -> tuple[float, float]:
@@ -229,12 +226,8 @@ class Starts:
             )
         return ""
 
-    def test(self, where: str = "") -> Test:
-        """Do runs end alike in both worlds? The outcome that differs most, times the number of outcomes that are compared.
-
-        Args:
-            where: the place that the test names.
-        """
+    def test(self) -> Test:
+        """Do runs end alike in both worlds? The outcome that differs most, times the number of outcomes that are compared."""
         exact = import_extra("scipy.stats", "scipy", "an audit").fisher_exact
         tables = dict(self._tables())
         p_values = {name: float(exact(table).pvalue) for name, table in tables.items()}
@@ -248,7 +241,6 @@ class Starts:
             what=f"runs end alike in both worlds: {ends}",
             statistic=float(first - second),
             p_value=min(1.0, len(p_values) * p_values[name]) if name else 1.0,
-            where=where,
             family="black box",
         )
 
@@ -290,12 +282,11 @@ class PairRuns:
     private: FloatArray | None = None
 
 
-def channel_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...]:
+def channel_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     """One test of every view in which anything varies: the feature that fits the coins least, times their number.
 
     Args:
         pairs: the runs of every pair of worlds.
-        where: the place that the tests name.
 
     Raises:
         SpecError: scipy is not installed.
@@ -306,15 +297,14 @@ def channel_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...
             if (worst := _worst_feature(heard, view, _ranks_and_squares)) is not None:
                 found[name].append(worst)
     what = "given the messages, the rank of no feature depends on the world"
-    return tuple(_test(name, what, each, where) for name, each in found.items())
+    return tuple(_test(name, what, each) for name, each in found.items())
 
 
-def private_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...]:
+def private_tests(pairs: Iterable[PairRuns]) -> tuple[Test, ...]:
     """One test of whatever varies on a channel, against all that the worlds differ in otherwise in one run than in another.
 
     Args:
         pairs: the runs of every pair of worlds.
-        where: the place that the test names.
 
     Raises:
         SpecError: scipy is not installed.
@@ -329,34 +319,33 @@ def private_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...
             )
             found += [] if worst is None else [worst]
     what = "given the messages, no feature follows what the learner keeps to itself"
-    return (_test("private quantities", what, found, where),) if found else ()
+    return (_test("private quantities", what, found),) if found else ()
 
 
-def learned_tests(heard: PairRuns, attacks: Iterable[Attack], where: str = "") -> tuple[Test, ...]:
+def learned_tests(heard: PairRuns, attacks: Iterable[Attack]) -> tuple[Test, ...]:
     """One test of every classifier that learned something: what it says of the runs that it did not learn from.
 
     Args:
         heard: the runs that were attacked.
         attacks: of them.
-        where: the place that the tests name.
 
     Raises:
         SpecError: scipy is not installed.
     """
-    return tuple(_learned(heard, each, where) for each in attacks if len(each.scores))
+    return tuple(_learned(heard, each) for each in attacks if len(each.scores))
 
 
-def _learned(heard: PairRuns, attack: Attack, where: str) -> Test:
+def _learned(heard: PairRuns, attack: Attack) -> Test:
     (ranks,) = _ranks(attack.scores[:, None]).T
     statistic, p = _tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
     name, what = attack.bound.guesser, "given the messages, what was learned of other runs does not tell the world"
-    return Test(name, what, statistic, p, where, primary=attack.bound.view not in VIEWS, family="black box")
+    return Test(name, what, statistic, p, primary=attack.bound.view not in VIEWS, family="black box")
 
 
-def _test(name: str, what: str, found: list[tuple[float, float, int]], where: str) -> Test:
+def _test(name: str, what: str, found: list[tuple[float, float, int]]) -> Test:
     statistic, p, _ = min(found, key=lambda each: each[1])
     tried = sum(count for _, _, count in found)
-    return Test(name, what, statistic, min(1.0, p * tried), where, primary=name not in VIEWS, family="black box")
+    return Test(name, what, statistic, min(1.0, p * tried), primary=name not in VIEWS, family="black box")
 
 
 def _worst_feature(

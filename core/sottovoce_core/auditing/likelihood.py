@@ -118,7 +118,9 @@ class Ratios:
 def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Ratios:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
-        single = _whole(worlds.losses(run, part.transcript), run.spec.rounds)
+        heard = worlds.losses(run, part.transcript)
+        unheard = np.zeros((run.spec.rounds - len(heard), heard.shape[1]))  # rounds that were not heard tell nothing
+        single = np.concatenate([heard, unheard])
         losses = np.cumsum(single, axis=0)
     shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
     most = (claim * (1.0 + _ROUNDING) + _ROUNDING)[: len(shown), None]
@@ -134,11 +136,6 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
         typical=shown.mean(axis=1),
         stretches=_stretches(single),
     )
-
-
-def _whole(losses: FloatArray, rounds: int) -> FloatArray:
-    """Losses of single rounds `(rounds heard, runs)`: rounds that were not heard tell nothing."""
-    return np.concatenate([losses, np.zeros((rounds - len(losses), losses.shape[1]))])
 
 
 def _stretches(losses: FloatArray) -> FloatArray:
@@ -219,28 +216,19 @@ def apart(
     replicas, rounds = transcript.replicas, transcript.rounds
     coins = generator.integers(0, 2, (rounds, replicas))
     losses = np.zeros((rounds, replicas))
-    with np.errstate(invalid="ignore"):
-        for learner in worlds.holders(run):
-            losses += _of_learner(run, actual or run, worlds, transcript, noise, coins, learner)
+    for learner in worlds.holders(run):
+        claimed = Replay(run, learner, replicas, 2)
+        really = claimed if actual is None or actual is run else Replay(actual, learner, replicas, 2)
+        for t, coin in enumerate(coins):
+            density = claimed.density(_picked(really.says(noise), coin))
+            with np.errstate(invalid="ignore"):
+                losses[t] += density[0] - density[1]
+            messages = transcript.messages(t, learner, claimed.concerned)
+            for machine in {claimed, really}:
+                machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
+            if not claimed.known:
+                break
     return Apart(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
-
-
-def _of_learner(
-    run: Run, actual: Run, worlds: Worlds, transcript: Transcript, noise: Noise, coins: IntArray, learner: int
-) -> FloatArray:
-    """`(rounds, replicas)` loss of the messages that one learner says."""
-    claimed = Replay(run, learner, transcript.replicas, 2)
-    really = claimed if actual is run else Replay(actual, learner, transcript.replicas, 2)
-    losses = np.zeros(coins.shape)
-    for t, coin in enumerate(coins):
-        density = claimed.density(_picked(really.says(noise), coin))
-        losses[t] = density[0] - density[1]
-        messages = transcript.messages(t, learner, claimed.concerned)
-        for machine in {claimed, really}:
-            machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
-        if not claimed.known:
-            break
-    return losses
 
 
 def _picked(message: Message, coin: IntArray) -> Message:

@@ -138,9 +138,14 @@ class Noticing:
 
     def heard(self, said: Said) -> tuple[Notice, ...]:
         """A message came; what is wrong with it."""
-        found = [*self._length(said), *self._turn(said)]
+        found = []
         if said.claimed != said.sender:
-            found.insert(0, self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
+            found.append(self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
+        if said.size != (usual := self._length(said)):
+            found.append(self._finding("length", said, f"{said.size} bytes; all others have {usual}"))
+        if wanted := self._wanted(said):
+            text = f"out of turn: stream {said.stream} must go on with {wanted}"
+            found.append(self._finding("turn", said, text))
         key = said.sender, said.round
         other = self._versions.setdefault(key, said.digest) != said.digest
         receivers = self._receivers.get(key, {})
@@ -151,34 +156,27 @@ class Noticing:
         self.remember(said.sender, said.receiver, said.round, said.digest)
         return tuple(found)
 
-    def _length(self, said: Said) -> list[Notice]:
+    def _length(self, said: Said) -> int:
+        """Bytes that a message of this sender has."""
         usual = self.expected.length
         if usual is None:
             usual = self._lengths.get(said.sender)
         if usual is None:
             self._lengths[said.sender] = usual = said.size
-        return (
-            [] if said.size == usual else [self._finding("length", said, f"{said.size} bytes; all others have {usual}")]
-        )
+        return usual
 
-    def _turn(self, said: Said) -> list[Notice]:
-        if said.stream == 0:
-            return []
+    def _wanted(self, said: Said) -> str:
+        """The round that had to come on this stream, in words; empty: this one, or nobody knows."""
         place = said.sender, said.receiver, said.stream
-        earliest = self._next.get(place)
-        self._next[place] = said.round + 1
+        earliest = None if said.stream == 0 else self._next.get(place)
+        if said.stream:
+            self._next[place] = said.round + 1
         if earliest is None:
-            return []
+            return ""
         if self.expected.due is None:
-            right, wanted = said.round >= earliest, f"round {earliest} or later"
-        else:
-            due = self.expected.due(said.sender, said.receiver, earliest)
-            right, wanted = said.round == due, "no round" if due is None else f"round {due}"
-        return (
-            []
-            if right
-            else [self._finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
-        )
+            return "" if said.round >= earliest else f"round {earliest} or later"
+        due = self.expected.due(said.sender, said.receiver, earliest)
+        return "" if said.round == due else "no round" if due is None else f"round {due}"
 
     def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
         if said.receiver in receivers:

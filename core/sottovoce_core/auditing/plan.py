@@ -23,7 +23,7 @@ from sottovoce_core.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class _Listener:
     """A threat model, made definite.
 
     Attributes:
@@ -54,9 +54,9 @@ class Listener:
         return as_floats(np.nan_to_num(side_by_side[:, :, :most]))
 
 
-def listener(
+def _listener(
     run: Run, worlds: Worlds, guarantee: Guarantee, threat: ThreatModel, neighbour: int | None = None
-) -> Listener:
+) -> _Listener:
     """Who listens.
 
     Args:
@@ -72,7 +72,7 @@ def listener(
     costly = np.flatnonzero(guarantee.per_round > 0) if threat is not ThreatModel.OUTPUT else _published(guarantee)
     rounds = costly[:ROUNDS] if len(costly) else np.arange(min(ROUNDS, run.spec.rounds))
     if threat is not ThreatModel.NEIGHBOUR:
-        return Listener(threat, None, threat is ThreatModel.WIRE, rounds)
+        return _Listener(threat, None, threat is ThreatModel.WIRE, rounds)
     if worlds.shared:
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
     mixings = [run.network.at(t) for t in range(run.spec.rounds)]
@@ -88,7 +88,7 @@ def listener(
         )
     neighbour = hearers[0] if neighbour is None else neighbour
     needed = set(concerned(run, worlds)) - {neighbour}
-    return Listener(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)
+    return _Listener(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)
 
 
 def _published(guarantee: Guarantee) -> IntArray:
@@ -192,7 +192,7 @@ class AuditPlan:
     data: PlacedData
     worlds: Worlds
     guarantee: Guarantee
-    listener: Listener
+    listener: _Listener
     claim: FloatArray
     made_for: ThreatModel
     runs: int
@@ -289,7 +289,7 @@ def plan_audit(
         if threat is ThreatModel.OUTPUT:
             guarantee = _of_decisions(guarantee, run, data, each, own[0])
         claim, made_for = held(guarantee, threat)
-        hears = listener(run, each, guarantee, threat, neighbour)
+        hears = _listener(run, each, guarantee, threat, neighbour)
         return AuditPlan(
             run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, numbers
         )

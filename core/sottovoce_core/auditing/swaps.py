@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,21 +32,6 @@ _Swap = tuple[LearnerData, str]
 
 _Measure = Callable[[Losses], FloatArray]
 """How well each of some swaps is told apart, `(swaps,)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Telling:
-    """The swap, of those tried, that something heard tells apart best.
-
-    Attributes:
-        swap: which.
-        score: how well.
-        losses: of that swap alone, `(rounds, 1, replicas)`.
-    """
-
-    swap: _Swap
-    score: float
-    losses: Losses
 
 
 def _realised(losses: Losses) -> FloatArray:
@@ -165,8 +149,8 @@ def search(
     first: LearnerData,
     tried: Sequence[_Swap],
     measure: _Measure,
-) -> _Telling:
-    """The swap that a transcript tells apart best.
+) -> tuple[_Swap, float]:
+    """The swap that a transcript tells apart best, and how well.
 
     Args:
         run: the run that was overheard.
@@ -177,17 +161,12 @@ def search(
         measure: by which they are compared.
     """
     together = max(1, BYTES // (8 * run.algorithm.dim * transcript.replicas))
-    best: _Telling | None = None
-    for start in range(0, len(tried), together):
-        some = tried[start : start + together]
-        losses = told(run, transcript, holders, [first, *(second for second, _ in some)])
-        scores = measure(losses)
-        k = int(scores.argmax())
-        if best is None or scores[k] > best.score:
-            alone = Losses(losses.realised[:, k : k + 1], losses.largest[:, k : k + 1])
-            best = _Telling(some[k], float(scores[k]), alone)
-    assert best is not None  # noqa: S101 - at least one is tried
-    return best
+    scores = [
+        measure(told(run, transcript, holders, [first, *(second for second, _ in tried[start : start + together])]))
+        for start in range(0, len(tried), together)
+    ]
+    score = np.concatenate(scores)
+    return tried[int(score.argmax())], float(score.max())
 
 
 def _screened(run: Run, learner: int) -> int:
@@ -223,8 +202,8 @@ def worst(
     for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
         worlds = Worlds(learner, first, *tried[0], shared)
         heard = overhear(run, data, worlds, Share(0, PILOT, child), SeededNoise, rounds=rounds).transcript
-        best = search(run, heard, worlds.holders(run), first, tried, _realised)
-        found.append((best.score, Worlds(learner, first, *best.swap, shared)))
+        swap, score = search(run, heard, worlds.holders(run), first, tried, _realised)
+        found.append((score, Worlds(learner, first, *swap, shared)))
     return max(found, key=lambda each: each[0])[1]
 
 
@@ -272,8 +251,8 @@ def _differ(first: LearnerData, second: LearnerData) -> bool:
 
 def most_telling(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, *, every_use: bool = False
-) -> _Telling | None:
-    """The swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
+) -> Losses | None:
+    """Losses of the swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
 
     Args:
         run: the run that was overheard.
@@ -286,5 +265,5 @@ def most_telling(
     tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema, names=run.spec.names)
     if not tried:
         return None
-    best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
-    return search(run, transcript, (learner,), own, [best.swap], _possible)
+    (second, _), _ = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
+    return told(run, transcript, (learner,), [own, second])

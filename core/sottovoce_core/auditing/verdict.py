@@ -318,7 +318,22 @@ _RESOLVED = 1.6
 """Numbers for each bit of evidence: one in ten has the other sign, and there may be fewer than are expected."""
 
 
-def most(plan: AuditPlan) -> float:
+def reached(found: Findings, plan: AuditPlan, numbers: int, losses: FloatArray) -> Findings:
+    """The findings, and what would have been found, had it been there.
+
+    Args:
+        found: by all families.
+        plan: the audit.
+        numbers: of noise that conformance looked at.
+        losses: exact losses of all runs; none where they are not known.
+    """
+    on_lattice = any(test.part == "lattice" for test in found.tests)
+    reaches = (*_of_noise(plan, numbers, on_lattice), *_of_worlds(plan))
+    most = _most(plan)
+    return replace(found, most=most, reaches=reaches, blind=_blind(plan, numbers, losses, most))
+
+
+def _most(plan: AuditPlan) -> float:
     """The largest lower bound that so many runs could give, if all guesses were right; 0 where nothing is guessed."""
     if not plan.paired:
         return 0.0
@@ -328,29 +343,20 @@ def most(plan: AuditPlan) -> float:
     return epsilon_lower_bound(guesses, guesses, level(plan.levels))
 
 
-def reaches(plan: AuditPlan, numbers: int, *, on_lattice: bool = True) -> tuple[Reach, ...]:
-    """What would have been found, class by class.
-
-    Args:
-        plan: the audit.
-        numbers: of noise that conformance looked at.
-        on_lattice: whether that noise is on a lattice.
-    """
-    return (*_of_noise(plan, numbers, on_lattice), *_of_worlds(plan))
-
-
 def _of_noise(plan: AuditPlan, numbers: int, on_lattice: bool) -> Iterator[Reach]:
     if not numbers:
         return
-    error = (_normal(plan.levels.of("conformance", "marginal", 8) / 2) + _normal(1 - _POWER)) / math.sqrt(numbers)
-    yield Reach("marginal", error, f"noise whose scale is wrong by {_percent(error)}")
+    error: float = (
+        stats.norm.isf(plan.levels.of("conformance", "marginal", 8) / 2) + stats.norm.isf(1 - _POWER)
+    ) / math.sqrt(numbers)
+    yield Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
     learners = plan.run.spec.n_learners
     messages = 2 * plan.all_runs * plan.run.spec.rounds * learners
     if learners > 1:
         products = max(1.0, plan.close * numbers / learners)
         among = _NEAR_LAGS * learners * (learners - 1) / 2
         share = plan.levels.of("conformance", "dependence", 8) / among
-        together = min(1.0, (_normal(share / 2) + 1.6) / math.sqrt(products))
+        together = min(1.0, (stats.norm.isf(share / 2) + 1.6) / math.sqrt(products))
         yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
     enough = _RESOLVED * -math.log2(plan.levels.of("conformance", "dependence", 40) / _SIGNED_BITS)
     if on_lattice and plan.close * numbers >= enough:
@@ -388,15 +394,9 @@ def _epsilon_found(plan: AuditPlan) -> float:
     return math.inf
 
 
-def blind(plan: AuditPlan, numbers: int, losses: FloatArray) -> str:
-    """The plainest violation that the audit could not have found, in words; empty: it could have found these.
-
-    Args:
-        plan: the audit.
-        numbers: of noise that conformance looked at.
-        losses: exact losses of all runs; none where they are not known.
-    """
-    exceeds = most(plan) > plan.epsilon
+def _blind(plan: AuditPlan, numbers: int, losses: FloatArray, most: float) -> str:
+    """The plainest violation that the audit could not have found, in words; empty: it could have found these."""
+    exceeds = most > plan.epsilon
     share = plan.levels.of("likelihood", "calibration", 8)
     chances = special.expit(np.abs(losses[np.isfinite(losses)]))
     certain = bool(len(chances)) and float(np.log(chances).sum()) < math.log(share / 2)
@@ -408,13 +408,3 @@ def blind(plan: AuditPlan, numbers: int, losses: FloatArray) -> str:
     if not (halved or exceeds or slope):
         return "a learner with half of its noise"
     return ""
-
-
-def _normal(above: float) -> float:
-    """The normal number that is exceeded so often."""
-    quantile: float = stats.norm.isf(above)
-    return quantile
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"

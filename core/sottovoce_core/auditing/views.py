@@ -238,42 +238,39 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
 
     A field that stands in several kinds of messages is several fields.
     """
-    found: dict[str, list[list[FloatArray]]] = {}
-    for k, run in enumerate(runs):
-        for field, values in _fields(run):
-            if field not in found:
-                found[field] = [[] for _ in runs]
-            mine = found[field][k]
-            if len(mine) < REPEATED:
-                mine.append(values)
-    names = _shortened(found)
-    return {names[field]: _dense(said) for field, said in found.items()}
-
-
-def _fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
-    """Everything that was decoded in a run: `FIELD in METHOD DIRECTION`, and the numbers."""
-    return ((name, values) for name, values, _ in _decoded_fields(run))
-
-
-def _decoded_fields(run: Conversation) -> Iterator[tuple[str, FloatArray, Decoded]]:
-    for each in run.messages:
-        if each.decoded is not None:
-            for name, values in each.decoded.fields.items():
-                yield f"{name} in {each.place}", values, each.decoded
+    found = {}
+    for field, messages in _decoded_fields(runs).items():
+        widest = max(len(values) for them in messages for _, values, _ in them)
+        width = min(widest, max(1, WIDTH * REPEATED // len(messages)))
+        found[field] = dense = np.zeros((len(runs), len(messages), width))
+        for t, them in enumerate(messages):
+            for k, values, _ in them:
+                dense[k, t, : len(values)] = values[:width]
+    return found
 
 
 def sources(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, Decoded]]]]:
     """Of every field of `decoded`, message by message, the runs that have it, and what was decoded there."""
-    found: dict[str, list[list[tuple[int, Decoded]]]] = {}
+    fields = _decoded_fields(runs).items()
+    return {field: [[(k, each) for k, _, each in them] for them in messages] for field, messages in fields}
+
+
+def _decoded_fields(runs: Sequence[Conversation]) -> dict[str, list[list[tuple[int, FloatArray, Decoded]]]]:
+    """Of every field, message by message, the runs that have it, its numbers, and what was decoded there."""
+    found: dict[str, list[list[tuple[int, FloatArray, Decoded]]]] = {}
     for k, run in enumerate(runs):
         count = Counter[str]()
-        for field, _, decoded in _decoded_fields(run):
-            messages = found.setdefault(field, [])
-            if count[field] < REPEATED:
-                if count[field] == len(messages):
-                    messages.append([])
-                messages[count[field]].append((k, decoded))
-            count[field] += 1
+        for message in run.messages:
+            if (said := message.decoded) is None:
+                continue
+            for name, values in said.fields.items():
+                field = f"{name} in {message.place}"
+                messages = found.setdefault(field, [])
+                if count[field] < REPEATED:
+                    if count[field] == len(messages):
+                        messages.append([])
+                    messages[count[field]].append((k, values, said))
+                count[field] += 1
     names = _shortened(found)
     return {names[field]: messages for field, messages in found.items()}
 
@@ -283,16 +280,6 @@ def _shortened(found: Iterable[str]) -> dict[str, str]:
     short = {name: name.split(" in ", 1)[0] for name in found}
     counts = Counter(short.values())
     return {name: alias if counts[alias] == 1 else name for name, alias in short.items()}
-
-
-def _dense(said: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    rounds = max(len(mine) for mine in said)
-    width = min(max((len(values) for mine in said for values in mine), default=0), max(1, WIDTH * REPEATED // rounds))
-    dense = np.zeros((len(said), rounds, width))
-    for k, mine in enumerate(said):
-        for t, values in enumerate(mine):
-            dense[k, t, : len(values)] = values[:width]
-    return dense
 
 
 # ---- the channel -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.bounds import Levels, Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
 from sottovoce_core.auditing.conformance.freshness import Freshness
 from sottovoce_core.auditing.conformance.lags import Lags
 from sottovoce_core.auditing.conformance.lattice import Lattice
@@ -35,34 +35,27 @@ class Dependence(Instrument):
     """Noise depends on no other noise, and on nothing before it.
 
     It looks at blocks that are `close`: what it does costs more per number than all other tests together.
-
-    Attributes:
-        numbers: of noise that it has looked at.
     """
 
     part: ClassVar[Part] = "dependence"
 
-    def __init__(self) -> None:
-        self.numbers = 0
-        self._parts = Lags(), Pairs(), Regressors(), Relations(), Uniforms()
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
+        self._parts: tuple[Instrument, ...] = tuple(
+            kind(layout) for kind in (Lags, Pairs, Regressors, Relations, Uniforms)
+        )
 
     def add(self, block: Block) -> None:
         if block.close and block.count:
-            self.numbers += block.count
             for each in self._parts:
                 each.add(block)
 
     def merge(self, other: Self) -> None:
-        self.numbers += other.numbers
-        lags, pairs, regressors, relations, uniforms = self._parts
-        lags.merge(other._parts[0])
-        pairs.merge(other._parts[1])
-        regressors.merge(other._parts[2])
-        relations.merge(other._parts[3])
-        uniforms.merge(other._parts[4])
+        for mine, its in zip(self._parts, other._parts, strict=True):
+            mine.merge(its)
 
-    def tests(self) -> list[Test]:
-        return [test for each in self._parts for test in each.tests()]
+    def _every(self) -> Iterator[Test]:
+        return (test for each in self._parts for test in each.tests())
 
 
 # ---- the battery -----------------------------------------------------------------------------------------------------
@@ -72,9 +65,6 @@ INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Fres
 _NEAR, _FAR = 2**21, 2**22
 """Numbers in a block that is looked at for dependence, too, some 100 bytes each; and in any other, some 30."""
 
-_TAKEN_NEAR, _TAKEN_FAR = 0.1, 0.3
-"""What share of the time of such a block it takes to take the noise off its messages, about."""
-
 _SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most; of all others together as many again."""
 
@@ -82,45 +72,42 @@ _SHOWN = 2**20
 class Battery:
     """What all instruments keep of the runs that they have seen.
 
+    Args:
+        layout: of their blocks.
+        audited: index of the learner of whose noise most is shown.
+        share: of all runs that it is to see, to be merged with the others.
+
     Attributes:
         numbers: of noise, of all learners.
         shown: some of every learner's, standardised, the most of the audited one's.
     """
 
-    def __init__(self, share: float = 1.0) -> None:
-        """For such a share of all runs."""
-        self.numbers, self._share = 0, share
-        self.shown: list[FloatArray] = []
-        self._most: Sequence[int] = ()
-        self._instruments = tuple(make() for make in INSTRUMENTS)
-        for each in self._instruments:
-            each.expect(share)
+    def __init__(self, layout: Layout, audited: int, share: float = 1.0) -> None:
+        learners = len(layout.learners)
+        self.numbers = 0
+        self.shown: list[FloatArray] = [np.empty(0)] * learners
+        self._most = [_SHOWN if i == audited else _SHOWN // learners for i in range(learners)]
+        # Of a share of all runs twice as much as will be shown of it.
+        self._rooms = [min(each, math.ceil(2.0 * share * each)) for each in self._most]
+        self._instruments = tuple(kind(layout, share) for kind in INSTRUMENTS)
 
-    def add(self, block: Block, audited: int, tell: Tell = nobody) -> None:
+    def add(self, block: Block, tell: Tell = nobody) -> None:
         """Look at some more runs, and tell how far that is."""
         self.numbers += block.count
-        learners = range(len(block.learners))
-        most = [_SHOWN if i == audited else _SHOWN // len(block.learners) for i in learners]
-        # Of a share of all runs twice as much as will be shown of it.
-        rooms = [min(each, math.ceil(2.0 * self._share * each)) for each in most]
-        self._show([_first(block.values[i], rooms[i] - len(self._shown_of(i))) for i in learners], most)
+        rooms = zip(block.values, self._rooms, self.shown, strict=True)
+        self._show([_first(values, room - len(own)) for values, room, own in rooms])
         for k, each in enumerate(self._instruments, 1):
             each.add(block)
             tell(k / len(self._instruments))
 
-    def _shown_of(self, learner: int) -> FloatArray:
-        return self.shown[learner] if self.shown else np.empty(0)
-
-    def _show(self, values: Sequence[FloatArray], most: Sequence[int]) -> None:
-        pairs = zip(map(self._shown_of, range(len(values))), values, most, strict=True)
-        self.shown = [np.concatenate([own, more])[:room] if len(more) else own for own, more, room in pairs]
-        self._most = most
+    def _show(self, values: Sequence[FloatArray]) -> None:
+        pairs = zip(self.shown, values, self._most, strict=True)
+        self.shown = [np.concatenate([own, more])[:most] if len(more) else own for own, more, most in pairs]
 
     def merge(self, other: Battery) -> None:
         """Take in what another one keeps of other runs."""
         self.numbers += other.numbers
-        if other.shown:
-            self._show(other.shown, other._most)
+        self._show(other.shown)
         for mine, its in zip(self._instruments, other._instruments, strict=True):
             mine.merge(its)
 
@@ -151,26 +138,24 @@ def examine_noise(
         share: of all runs of the audit; less is kept of a smaller one, before it is merged with the others.
         tell: is told how far it is.
     """
-    found, schedule = Battery(share), Schedule()
-    fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
+    fields = tuple((name, values.shape[-1]) for name, values in transcript.fields.items())
+    layout = Layout(run.spec.names, transcript.rounds, fields)
+    found, schedule = Battery(layout, worlds.learner, share), Schedule()
     lived, holders = worlds.data(data, world), worlds.holders(run)
     parts = list(_slices(transcript, numbers_of(run), close))
     # Memory that is new to a process costs more than what is done with it.
-    memory = Block.blank(run.spec.names, fields, transcript.rounds, max(part.replicas for part, _ in parts))
-    learners, looked = run.spec.n_learners, 0
+    memory = Block.blank(layout, max(part.replicas for part, _ in parts))
+    looked = 0
     for part, near in parts:
         room = memory.room(part.replicas)
         other = worlds.of(1 - world) if near else None
         start, looked = looked / transcript.replicas, looked + part.replicas
-        stop = looked / transcript.replicas
-        middle = start + (_TAKEN_NEAR if near else _TAKEN_FAR) * (stop - start)
         taken = []
-        for i in range(learners):
+        for i in range(run.spec.n_learners):
             its = other if i in holders else None
             taken.append(residuals(run, part, lived, i, close=near, other=its, room=room.of(i), schedule=schedule))
-            within(tell, start, middle)((i + 1) / learners)
         if any(taken):
-            found.add(room.with_past(taken), worlds.learner, within(tell, middle, stop))
+            found.add(room.with_past(taken), within(tell, start, looked / transcript.replicas))
     return found
 
 

@@ -17,6 +17,84 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
 from sottovoce_core.auditing.conformance.residuals import OF_SCALES, UNKNOWN, ByteArray, Residuals, unknown
 
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all blocks of an audit have in common.
+
+    Attributes:
+        learners: names of the learners, in order.
+        rounds: how many.
+        fields: names and widths.
+    """
+
+    learners: tuple[str, ...]
+    rounds: int
+    fields: tuple[tuple[str, int], ...]
+
+    @property
+    def numbers(self) -> int:
+        """In a message."""
+        return sum(width for _, width in self.fields)
+
+    @property
+    def places(self) -> int:
+        """Numbers of a run."""
+        return len(self.learners) * self.rounds * self.numbers
+
+    @property
+    def widest(self) -> int:
+        """Numbers of the widest field."""
+        return max(width for _, width in self.fields)
+
+    @property
+    def voices(self) -> int:
+        """Fields of learners: what says one sequence of vectors each."""
+        return len(self.learners) * len(self.fields)
+
+    def parts(self) -> Iterator[tuple[str, slice]]:
+        """Fields, and where they stand along the last axis."""
+        start = 0
+        for name, width in self.fields:
+            yield name, slice(start, start + width)
+            start += width
+
+    def by_voice(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`(learners, rounds, runs, numbers)` as `(voices, rounds, runs, widest)`: zeros follow the numbers of a narrow field."""
+        if len(self.fields) == 1:
+            return numbers
+        found = np.zeros((self.voices, *numbers.shape[1:3], self.widest), numbers.dtype)
+        for f, (_, part) in enumerate(self.parts()):
+            found[f :: len(self.fields), ..., : part.stop - part.start] = numbers[..., part]
+        return found
+
+    def voice(self, v: int) -> str:
+        """The learner, and the field where there are several."""
+        i, f = divmod(v, len(self.fields))
+        return f"{self.learners[i]}, field {self.fields[f][0]!r}" if len(self.fields) > 1 else self.learners[i]
+
+    @property
+    def field_voices(self) -> list[str]:
+        """Of every voice the learner and the field, in words."""
+        return [f"{learner}, field {name!r}" for learner in self.learners for name, _ in self.fields]
+
+    @property
+    def coordinates(self) -> list[str]:
+        """Of every number of a message the field and the coordinate, in words."""
+        return [f"field {name!r}, coordinate {k}" for name, width in self.fields for k in range(width)]
+
+    def number(self, k: int) -> str:
+        """The coordinate, and its field where there are several."""
+        return self.coordinates[k] if len(self.fields) > 1 else f"coordinate {k}"
+
+    def place(self, index: int) -> str:
+        """Of a number, by its index in `(learners, rounds, numbers)`."""
+        i, t, k = np.unravel_index(index, (len(self.learners), self.rounds, self.numbers))
+        return f"{self.learners[int(i)]}, round {t}, {self.number(int(k))}"
+
+
 # ---- blocks of noise -------------------------------------------------------------------------------------------------
 
 _PIECE = 2**17
@@ -33,8 +111,7 @@ class Block:
     Arrays are `(learners, rounds, runs, numbers)`.
 
     Attributes:
-        learners: names of the learners, in order.
-        fields: names and widths of the fields, in order.
+        layout: of all blocks of the audit, also where this is a piece of one.
         values: independent standard Laplace numbers under the claim; NaN where no noise is known.
         steps: noise in lattice spacings, K'; a whole number within one of what was drawn. 0 where nothing is judged.
         said: the message in lattice spacings, a. 0 where nothing is judged.
@@ -46,8 +123,7 @@ class Block:
             the same in all runs, that axis has the length 1.
     """
 
-    learners: tuple[str, ...]
-    fields: tuple[tuple[str, int], ...]
+    layout: Layout
     values: FloatArray
     steps: IntArray
     said: IntArray
@@ -63,26 +139,15 @@ class Block:
         return bool(self.past)
 
     @classmethod
-    def blank(cls, learners: tuple[str, ...], fields: Mapping[str, int], rounds: int, runs: int) -> Block:
-        """Room for all noise of some runs, none of it known yet.
-
-        Args:
-            learners: their names.
-            fields: their widths, by name.
-            rounds, runs: how many.
-        """
-        shape = (len(learners), rounds, runs, sum(fields.values()))
-        return cls(
-            learners,
-            tuple(fields.items()),
-            **unknown(shape, (len(learners), rounds, shape[-1])),
-            past={},
-        )
+    def blank(cls, layout: Layout, runs: int) -> Block:
+        """Room for all noise of so many runs, none of it known yet."""
+        learners, rounds, numbers = len(layout.learners), layout.rounds, layout.numbers
+        return cls(layout, **unknown((learners, rounds, runs, numbers), (learners, rounds, numbers)), past={})
 
     def of(self, learner: int) -> dict[str, Residuals]:
         """The room of one learner, by field: views."""
         found = {}
-        for name, where in self.parts():
+        for name, where in self.layout.parts():
             rows = {part: getattr(self, part)[learner, ..., where] for part in UNKNOWN}
             found[name] = Residuals(learner, name, **rows)
         return found
@@ -93,7 +158,7 @@ class Block:
         rows = {part: getattr(self, part) for part in OF_SCALES}
         for part in UNKNOWN.keys() - rows.keys():
             rows[part] = getattr(self, part).reshape(-1)[: math.prod(shape)].reshape(shape)
-        return Block(self.learners, self.fields, **rows, past={})
+        return Block(self.layout, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
         """The same noise, and what the learners had before they drew it, which is taken out of what was found: it is large."""
@@ -104,7 +169,7 @@ class Block:
                 for what, values in each.past.items():
                     runs[what] = max(values.shape[1], runs.get(what, 1))
         before = {what: np.zeros((learners, rounds, length, numbers)) for what, length in runs.items()}
-        places = dict(self.parts())
+        places = dict(self.layout.parts())
         for own in found:
             for each in own:
                 for what in list(each.past):
@@ -116,26 +181,21 @@ class Block:
 
         Memory is slower than what is done with a number, so each piece fits into a processor's cache.
         """
-        _, rounds, runs, numbers = self.values.shape
-        step = max(1, _PIECE // (rounds * numbers))
-        for i in range(len(self.learners)):
-            for start in range(0, runs, step):
-                some = slice(start, min(start + step, runs))
-                yield i, some, self._part(slice(i, i + 1), some)
+        for i in range(len(self.values)):
+            for some, piece in self.by_runs(slice(i, i + 1)):
+                yield i, some, piece
 
-    def by_runs(self) -> Iterator[tuple[slice, Block]]:
-        """The same noise of all learners, some runs at a time, as many as fit into a processor's cache, or one; which, and it."""
-        learners, rounds, runs, numbers = self.values.shape
-        step = max(1, _PIECE // (learners * rounds * numbers))
+    def by_runs(self, learners: slice = slice(None)) -> Iterator[tuple[slice, Block]]:
+        """The same of these learners together: as many runs at a time as fit, or one; which, and their noise."""
+        by_scale = {part: getattr(self, part)[learners] for part in OF_SCALES}
+        own = {part: getattr(self, part)[learners] for part in UNKNOWN if part not in OF_SCALES}
+        runs = self.values.shape[2]
+        step = max(1, _PIECE * runs // own["values"].size)
         for start in range(0, runs, step):
             some = slice(start, min(start + step, runs))
-            yield some, self._part(slice(None), some)
-
-    def _part(self, learners: slice, runs: slice) -> Block:
-        rows = {part: getattr(self, part)[learners] for part in OF_SCALES}
-        rows |= {part: getattr(self, part)[learners, :, runs] for part in UNKNOWN if part not in OF_SCALES}
-        past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, runs] for what, x in self.past.items()}
-        return Block(self.learners[learners], self.fields, **rows, past=past)
+            rows = by_scale | {part: values[:, :, some] for part, values in own.items()}
+            past = {what: x[learners] if x.shape[2] == 1 else x[learners, :, some] for what, x in self.past.items()}
+            yield some, Block(self.layout, **rows, past=past)
 
     @property
     def runs(self) -> int:
@@ -198,97 +258,6 @@ class Block:
         signs: ByteArray = np.sign(np.where(self.known, self.values, 0.0)).astype(np.int8)
         return signs
 
-    def place(self, number: int) -> str:
-        """The field and the coordinate of a number along the last axis, in words."""
-        for name, width in self.fields:
-            if number < width:
-                return f"field {name!r}, coordinate {number}"
-            number -= width
-        raise IndexError(number)
-
-    def parts(self) -> Iterator[tuple[str, slice]]:
-        """Fields, and where they stand along the last axis."""
-        start = 0
-        for name, width in self.fields:
-            yield name, slice(start, start + width)
-            start += width
-
-
-# ---- places ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What all blocks of an audit have in common.
-
-    Attributes:
-        learners: names of the learners, in order.
-        rounds: how many.
-        fields: names and widths.
-    """
-
-    learners: tuple[str, ...]
-    rounds: int
-    fields: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, block: Block) -> Layout:
-        """That of a block."""
-        return cls(block.learners, block.values.shape[1], block.fields)
-
-    @property
-    def numbers(self) -> int:
-        """In a message."""
-        return sum(width for _, width in self.fields)
-
-    @property
-    def places(self) -> int:
-        """Numbers of a run."""
-        return len(self.learners) * self.rounds * self.numbers
-
-    @property
-    def widest(self) -> int:
-        """Numbers of the widest field."""
-        return max(width for _, width in self.fields)
-
-    @property
-    def voices(self) -> int:
-        """Fields of learners: what says one sequence of vectors each."""
-        return len(self.learners) * len(self.fields)
-
-    def by_voice(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`(learners, rounds, runs, numbers)` as `(voices, rounds, runs, widest)`: zeros follow the numbers of a narrow field."""
-        if len(self.fields) == 1:
-            return numbers
-        found = np.zeros((self.voices, *numbers.shape[1:3], self.widest), numbers.dtype)
-        start = 0
-        for f, (_, width) in enumerate(self.fields):
-            found[f :: len(self.fields), ..., :width] = numbers[..., start : start + width]
-            start += width
-        return found
-
-    def learner(self, i: int) -> str:
-        """The learner at a place of the first axis."""
-        return self.learners[i]
-
-    def voice(self, v: int) -> str:
-        """The learner, and the field where there are several."""
-        i, f = divmod(v, len(self.fields))
-        return f"{self.learner(i)}, field {self.fields[f][0]!r}" if len(self.fields) > 1 else self.learner(i)
-
-    def number(self, k: int) -> str:
-        """The coordinate, and its field where there are several."""
-        for name, width in self.fields:
-            if k < width:
-                return f"field {name!r}, coordinate {k}" if len(self.fields) > 1 else f"coordinate {k}"
-            k -= width
-        raise IndexError(k)
-
-    def place(self, index: int) -> str:
-        """Of a number, by its index in `(learners, rounds, numbers)`."""
-        i, t, k = np.unravel_index(index, (len(self.learners), self.rounds, self.numbers))
-        return f"{self.learner(int(i))}, round {t}, {self.number(int(k))}"
-
 
 # ---- instruments -----------------------------------------------------------------------------------------------------
 
@@ -296,23 +265,34 @@ class Layout:
 class Instrument(ABC):
     """One class of tests: sees every run once, in whole runs, and keeps what adds up.
 
+    Args:
+        layout: of the blocks that it will see.
+        share: of all runs of the audit that it will see, to be merged with what sees the others.
+
     Attributes:
         part: of the error budget, which all of its tests share.
+        summed: names of what it keeps and only adds up.
     """
 
     part: ClassVar[Part]
+    summed: ClassVar[tuple[str, ...]] = ()
 
-    def expect(self, share: float) -> None:  # noqa: B027  most keep as much of few runs as of many
-        """It is to see such a share of all runs, and to be merged with what sees the others."""
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        self._layout = layout
 
     @abstractmethod
     def add(self, block: Block) -> None:
-        """Look at some more runs; blocks of one audit have the same learners, rounds and fields."""
+        """Look at some more runs."""
 
-    @abstractmethod
     def merge(self, other: Self) -> None:
         """Take in what another one keeps of other runs."""
+        for name in self.summed:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    @abstractmethod
     def tests(self) -> list[Test]:
         """What all runs come to; no level is set yet."""
+        return list(self._every())
+
+    @abstractmethod
+    def _every(self) -> Iterator[Test]:
+        """All tests, one after the other."""

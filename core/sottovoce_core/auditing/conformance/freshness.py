@@ -48,14 +48,14 @@ So pairs whose first ones are equal have equal hashes, but for the last bit, wit
 _FIRST = np.uint64(_WHOLE - 2**_REST)
 
 
-def mixed(keys: Words) -> Words:
+def _mixed(keys: Words) -> Words:
     """A hash of each key, a bijection (the odd factor is one of SplitMix64's, Steele 2014)."""
     found = keys ^ _MIX[0]
     found *= _MIX[1]
     return found
 
 
-def paired(first: Words, second: Words) -> Words:
+def _paired(first: Words, second: Words) -> Words:
     """A hash of two keys in order, from theirs."""
     found = first ^ (first >> _HALF)
     found += second
@@ -93,25 +93,21 @@ class _Keys:
         offered: keys that it stands for.
     """
 
-    def __init__(self, most: int, *, first: bool = False) -> None:
+    def __init__(self, most: int, *, first: bool = False, share: float = 1.0) -> None:
         """At most so many are kept: of a share of all keys, or those that came first.
 
         A single key that comes over and over may be outside of a share; among the first ones it is seen for certain.
+        Where it takes in such a share of all keys, to be merged with the others, few need be kept so long: twice as many as
+        come to be kept in the end, and some, so that the limit is above the last one.
         """
         self.offered = 0
-        self._most = self._room = most
+        self._most = most
+        self._room = min(most, int(np.ceil(2.0 * share * most)) + _SOME)
         self._first = first
         self._limit = _WHOLE
         self._kept: list[Words] = []
         self._places: list[_Places] = []
         self._count = 0
-
-    def expect(self, share: float) -> None:
-        """It is to take in such a share of all keys, and to be merged with those of the others: then few need be kept so long.
-
-        Twice as many as come to be kept in the end, and some, so that the limit is above the last one.
-        """
-        self._room = min(self._most, int(np.ceil(2.0 * share * self._most)) + _SOME)
 
     @property
     def share(self) -> float:
@@ -146,7 +142,7 @@ class _Keys:
     def add_pairs(self, first: Words, second: Words, places: _Places, known: BoolArray | None = None) -> None:
         """Take in keys of two, in order: the hashes of either; all else is as for single ones."""
         at = self._chosen(first, known)
-        self._keep(paired(first[at], second[at]) & ~_ONE, places[at])
+        self._keep(_paired(first[at], second[at]) & ~_ONE, places[at])
 
     def _chosen(self, keys: Words, known: BoolArray | None) -> tuple[IntArray, ...]:
         """Where keys are to be kept."""
@@ -281,18 +277,14 @@ class Freshness(Instrument):
 
     part: ClassVar[Part] = "freshness"
 
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
         self._some = _Keys(_SOME_REPEATS, first=True)
-        self._keys = {kind: _Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
+        mosts = {**dict.fromkeys(_SINGLES, _SINGLE), **dict.fromkeys(_PAIRS, _PAIR)}
+        self._keys = {kind: _Keys(most, share=share) for kind, most in mosts.items()}
         self._said = 0
 
-    def expect(self, share: float) -> None:
-        for keys in self._keys.values():
-            keys.expect(share)
-
     def add(self, block: Block) -> None:
-        self._layout = self._layout or Layout.of(block)
         one_scale = not np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf)
         noisy = _noisy(block)
         for i, _, piece in block.pieces():
@@ -301,20 +293,21 @@ class Freshness(Instrument):
     def _look(self, seen: _Seen, one_scale: bool) -> None:
         sizes = seen.sizes
         cells = (sizes * _CELL).astype(np.int64).view(np.uint64)
-        hashes = mixed(cells)
+        hashes = _mixed(cells)
         self._keys["numbers"].add(hashes, seen.places, seen.resolved, seen.block.values < 0.0)
         self._add_some(hashes, seen)
         self._add_pairs("pairs", hashes, seen)
         self._add_largest(cells, seen)
         if not one_scale:
-            raw = mixed(_leading_bits(sizes * np.nan_to_num(seen.block.scale)[:, :, None]))
+            raw = _mixed(_leading_bits(sizes * np.nan_to_num(seen.block.scale)[:, :, None]))
             self._keys["numbers as they are"].add(raw, seen.places, seen.resolved)
             self._add_pairs("pairs as they are", raw, seen)
         self._add_words(seen)
-        self._add_messages(seen)
+        # What was said, whatever the centre; and how many messages there were.
+        self._add_pairs("messages", _mixed(seen.block.said.view(np.uint64)), seen, 1)
+        self._said += seen.messages
 
     def merge(self, other: Self) -> None:
-        self._layout = self._layout or other._layout
         self._some.merge(other._some)
         for kind, keys in other._keys.items():
             self._keys[kind].merge(keys)
@@ -322,24 +315,24 @@ class Freshness(Instrument):
 
     def _add_some(self, hashes: Words, seen: _Seen) -> None:
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
-        if self._layout is None or self._some.full:
+        if self._some.full:
             return
         every = -(-self._layout.places // _OF_A_RUN)
         _, t, k = np.nonzero(seen.places[:, :, 0] % every == 0)
         known = None if seen.resolved is None else seen.resolved[0, t, :, k]
         self._some.add(hashes[0, t, :, k], seen.places[0, t, :, k], known)
 
-    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen) -> None:
-        for one, other in seen.neighbours():
+    def _add_pairs(self, kind: str, hashes: Words, seen: _Seen, most: int | None = None) -> None:
+        for one, other in seen.neighbours(most):
             known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
             self._keys[kind].add_pairs(hashes[one], hashes[other], seen.places[one], known)
 
     def _add_largest(self, cells: Words, seen: _Seen) -> None:
         """The two largest sizes of every message of three numbers or more, wherever they stand in it."""
-        for _, part in seen.block.parts():
+        for _, part in seen.block.layout.parts():
             if part.stop - part.start > 2:
                 known = None if seen.resolved is None else seen.resolved[..., part].sum(axis=-1) > 2
-                largest = mixed(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
+                largest = _mixed(np.partition(cells[..., part], -2, axis=-1)[..., -2:])
                 places = seen.places[..., part.start]
                 self._keys["largest"].add_pairs(largest[..., 1], largest[..., 0], places, known)
 
@@ -347,24 +340,13 @@ class Freshness(Instrument):
         """The 32 low bits of K', and of -K': the lesser of the two, and which it is."""
         signed = seen.block.steps.astype(np.int32)  # the low bits alone
         words = np.abs(signed).view(np.uint32)  # the least of all is its own negative
-        self._keys["low words"].add(mixed(words.astype(np.uint64)), seen.places, seen.resolved, signed < 0)
-
-    def _add_messages(self, seen: _Seen) -> None:
-        """What was said, whatever the centre; and how many messages there were."""
-        said = seen.block.said.view(np.uint64)
-        for one, other in seen.first_two():
-            known = None if seen.resolved is None else seen.resolved[one] & seen.resolved[other]
-            self._keys["messages"].add_pairs(mixed(said[one]), mixed(said[other]), seen.places[one], known)
-        self._said += seen.messages
+        self._keys["low words"].add(_mixed(words.astype(np.uint64)), seen.places, seen.resolved, signed < 0)
 
     # ---- what they come to -------------------------------------------------------------------------------------------
 
-    def tests(self) -> list[Test]:
-        if self._layout is None or not self._said:
-            return []
-        return [test for test in self._every() if test is not None]
-
-    def _every(self) -> Iterator[Test | None]:
+    def _every(self) -> Iterator[Test]:
+        if not self._said:
+            return
         numbers, raw, words = (self._keys[kind] for kind in _SINGLES)
         either = [
             ("numbers", numbers.ties(EQUAL / 2.0, with_bit=True)),
@@ -372,19 +354,19 @@ class Freshness(Instrument):
             ("sizes as they are", raw.ties(_RAW)),
             ("sizes at some places", self._some.ties(EQUAL)),
         ]
-        yield self._fewest("ties", "no noise is said again", either, primary=True)
+        yield from self._fewest("ties", "no noise is said again", either, primary=True)
         pairs = [(kind, self._keys[kind].ties(chance)) for kind, chance in _PAIR_CHANCES.items()]
-        yield self._fewest("pair ties", "no two neighbouring numbers are said again", pairs, primary=True)
+        yield from self._fewest("pair ties", "no two neighbouring numbers are said again", pairs, primary=True)
         largest = [("two largest sizes", self._keys["largest"].ties(LARGEST))]
-        yield self._fewest("permuted messages", "no message has the largest noise of another one", largest)
+        yield from self._fewest("permuted messages", "no message has the largest noise of another one", largest)
         messages = [("first two numbers", self._keys["messages"].ties(0.0))]
-        yield self._fewest("repeated messages", "no message is said again", messages)
+        yield from self._fewest("repeated messages", "no message is said again", messages)
         low = [
             ("32 low bits", words.ties(2.0**-32, with_bit=True, given_kept=True)),
             ("32 low bits, or their negative", words.ties(2.0**-31, given_kept=True)),
         ]
         what = "low bits are said again as often as chance has it"
-        yield self._fewest("low words", what, low, two_sided=True)
+        yield from self._fewest("low words", what, low, two_sided=True)
 
     def _fewest(
         self,
@@ -394,19 +376,19 @@ class Freshness(Instrument):
         *,
         primary: bool = False,
         two_sided: bool = False,
-    ) -> Test | None:
-        """The least likely of these, times their number; None: there are no keys."""
+    ) -> Iterator[Test]:
+        """The least likely of these, times their number; none where there are no keys."""
         there = [
             (kind, each, each.two_sided if two_sided else each.p_value) for kind, each in ties if each.expected > 0.0
         ]
         if not there:
-            return None
+            return
         kind, least, p_value = min(there, key=lambda one: one[2])
         where = f"{kind}; {least.expected:.3g} expected{self._places(least)}"
-        return Test(name, what, least.count, min(1.0, p_value * len(there)), where, primary)
+        yield Test(name, what, least.count, min(1.0, p_value * len(there)), where, primary)
 
     def _places(self, ties: _Ties) -> str:
-        if ties.places is None or self._layout is None:
+        if ties.places is None:
             return ""
         one, other = (self._layout.place(place) for place in ties.places)
         return f"; {one}, in two runs" if one == other else f"; {one}, and {other}"
@@ -450,31 +432,20 @@ class _Seen:
         known = self.places[..., 0] >= 0 if self.resolved is None else self.resolved.any(axis=3)
         return int(np.count_nonzero(known))
 
-    def neighbours(self) -> Iterator[tuple[_Index, _Index]]:
-        """All neighbours along a field; of a field of one number, of its rounds."""
-        for _, part in self.block.parts():
-            if part.stop - part.start > 1:
-                yield (..., slice(part.start, part.stop - 1)), (..., slice(part.start + 1, part.stop))
-            else:
-                yield from self._rounds(part)
-
-    def first_two(self) -> Iterator[tuple[_Index, _Index]]:
-        """The first neighbours along every field."""
-        for _, part in self.block.parts():
-            if part.stop - part.start > 1:
-                yield (..., slice(part.start, part.start + 1)), (..., slice(part.start + 1, part.start + 2))
-            else:
-                yield from self._rounds(part)
-
-    def _rounds(self, part: slice) -> Iterator[tuple[_Index, _Index]]:
-        noisy = self.noisy[part.start]
-        if len(noisy) > 1:
-            yield (slice(None), noisy[:-1], slice(None), part), (slice(None), noisy[1:], slice(None), part)
+    def neighbours(self, most: int | None = None) -> Iterator[tuple[_Index, _Index]]:
+        """All neighbours along a field, or so many of the first ones; of a field of one number, of its rounds."""
+        for _, part in self.block.layout.parts():
+            stop = part.stop if most is None else min(part.stop, part.start + most + 1)
+            noisy = self.noisy.get(part.start, ())
+            if stop - part.start > 1:
+                yield (..., slice(part.start, stop - 1)), (..., slice(part.start + 1, stop))
+            elif len(noisy) > 1:
+                yield (slice(None), noisy[:-1], slice(None), part), (slice(None), noisy[1:], slice(None), part)
 
 
 def _noisy(block: Block) -> Mapping[int, IntArray]:
     """`_Seen.noisy`."""
-    single = [part for _, part in block.parts() if part.stop - part.start == 1]
+    single = [part for _, part in block.layout.parts() if part.stop - part.start == 1]
     return {part.start: np.flatnonzero(block.resolved[..., part].any(axis=(0, 2, 3))) for part in single}
 
 

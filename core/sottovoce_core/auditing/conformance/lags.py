@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy import fft
+from scipy import fft, special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.conformance.block import Block, Layout
-from sottovoce_core.auditing.conformance.p_values import log_normal, log_products, log_signs
+from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.p_values import LOG_2, log_signs
 
 KEPT = 2**22
 """Sums that are kept, at most, 8 bytes each: where there are more, the largest distances are left out."""
@@ -31,21 +31,26 @@ _VALUES, _SIZES, _SIGNS, _SIGN_SIZE, _SIZE_SIGN = range(5)
 _Log = Callable[[FloatArray, FloatArray, bool], FloatArray]
 
 
-class Lags:
+class Lags(Instrument):
     """Sums of products of scores over all pairs of places that are equally far apart.
 
     The sums are `(kinds, pairs of voices, lags in rounds, lags in coordinates)`; a pair `i <= j` at lag `(tau, kappa)` is
     `sum x_i(t, k) x_j(t + tau, k + kappa)` over rounds, coordinates and runs. Rounds are those that have noise.
     """
 
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
-        self._sums: FloatArray = np.zeros(0)
-        self._counts: FloatArray = np.zeros(0)
+    part: ClassVar[Part] = "dependence"
+    summed: ClassVar[tuple[str, ...]] = ("_sums", "_counts")
+
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
+        self._reach = _reach(layout)
+        rounds, numbers = (2 * each - 1 for each in self._reach)
+        self._voices = np.triu_indices(layout.voices)  # of every pair
+        self._counts: FloatArray = np.zeros((len(self._voices[0]), rounds, numbers))
+        self._sums: FloatArray = np.zeros((len(_KINDS), *self._counts.shape))
 
     def add(self, block: Block) -> None:
-        """Look at some more runs."""
-        layout = self._layout or Layout.of(block)
+        layout = self._layout
         # Rounds without noise, as between trees' leaves, do not part the others.
         noisy = block.known.any(axis=(0, 2, 3))
         if not noisy.any():
@@ -58,51 +63,28 @@ class Lags:
         )
         known = layout.by_voice(block.known[:, noisy])
         alike = bool((known == known[:, :, :1]).all())
-        counts = _correlated(known[None, :, :, :1] if alike else known[None], ((0, 0),), self._reach(layout))
+        counts = _correlated(known[None, :, :, :1] if alike else known[None], ((0, 0),), self._reach)
         counts *= block.runs if alike else 1
         # Values meet values alone, so no product of theirs with others is made.
         values, others = ((0, 0),), tuple((a - 1, b - 1) for a, b in _KINDS[1:])
-        sums = [
-            _correlated(scores[:1], values, self._reach(layout)),
-            _correlated(scores[1:], others, self._reach(layout)),
-        ]
-        self._gather(layout, np.concatenate(sums), np.rint(counts[0]))
-
-    def merge(self, other: Self) -> None:
-        """Take in what another one keeps."""
-        if other._layout is not None:
-            self._gather(other._layout, other._sums, other._counts)
-
-    def _gather(self, layout: Layout, sums: FloatArray, counts: FloatArray) -> None:
-        if self._layout is None:
-            self._layout, self._sums, self._counts = layout, sums.copy(), counts.copy()
-        else:
-            self._sums += sums
-            self._counts += counts
-
-    @staticmethod
-    def _reach(layout: Layout) -> tuple[int, int]:
-        """Lags in rounds and in coordinates stay below these."""
-        rounds, numbers = layout.rounds, layout.widest
-        pairs = layout.voices * (layout.voices + 1) // 2
-        while (len(_KINDS) + 1) * pairs * (2 * rounds - 1) * (2 * numbers - 1) > KEPT and (rounds > 3 or numbers > 2):
-            if rounds > 3 and (rounds >= numbers or numbers <= 2):
-                rounds = max(3, rounds // 2)
-            else:
-                numbers = max(2, numbers // 2)
-        return rounds, numbers
+        self._sums += np.concatenate(
+            [_correlated(scores[:1], values, self._reach), _correlated(scores[1:], others, self._reach)]
+        )
+        self._counts += np.rint(counts[0])
 
     # ---- tests -------------------------------------------------------------------------------------------------------
 
-    def tests(self) -> Iterator[Test]:
+    def _every(self) -> Iterator[Test]:
         """Near and far lags of values, sizes and signs; of signs beside sizes together."""
-        if self._layout is None:
-            return
-        own, near = self._own(), self._near()
-        apart = self._counted()
+        tau, kappa = self._lags()
+        near = (np.abs(tau) + np.abs(kappa) <= 1) | ((np.abs(tau) <= 2) & (kappa == 0))
+        own = self._voices[0] == self._voices[1]
+        # Of one voice half of the lags count, for the other half says the same.
+        ahead = (tau > 0) | ((tau == 0) & (kappa > 0))
+        apart = (self._counts > 0) & (~own[:, None, None] | ahead)
         for kind, what, log_p in (
-            (_VALUES, "values", _products),
-            (_SIZES, "sizes", _products),
+            (_VALUES, "values", _log_products),
+            (_SIZES, "sizes", _log_products),
             (_SIGNS, "signs", _fair),
         ):
             for distance, here in (("near", near), ("far", ~near)):
@@ -120,27 +102,8 @@ class Lags:
 
     def _lags(self) -> tuple[IntArray, IntArray]:
         """Lags in rounds and in coordinates, to broadcast."""
-        rounds, numbers = (n // 2 for n in self._counts.shape[1:])
-        return np.arange(-rounds, rounds + 1)[:, None], np.arange(-numbers, numbers + 1)
-
-    def _near(self) -> BoolArray:
-        tau, kappa = self._lags()
-        near: BoolArray = (np.abs(tau) + np.abs(kappa) <= 1) | ((np.abs(tau) <= 2) & (kappa == 0))
-        return near
-
-    def _own(self) -> BoolArray:
-        """Which pairs are of one voice."""
-        voices = 0 if self._layout is None else self._layout.voices
-        first, second = np.triu_indices(voices)
-        own: BoolArray = first == second
-        return own
-
-    def _counted(self) -> BoolArray:
-        """Lags that are there; of one voice half of them, for the other half says the same."""
-        tau, kappa = self._lags()
-        ahead = (tau > 0) | ((tau == 0) & (kappa > 0))
-        counted: BoolArray = (self._counts > 0) & (~self._own()[:, None, None] | ahead)
-        return counted
+        rounds, numbers = (np.arange(1 - most, most) for most in self._reach)
+        return rounds[:, None], numbers
 
     def _worst(
         self,
@@ -169,9 +132,7 @@ class Lags:
         yield Test(name, what, rho, p_value, self._place(*(int(each) for each in at)), primary)
 
     def _place(self, pair: int, tau_at: int, kappa_at: int) -> str:
-        if self._layout is None:
-            return ""
-        first, second = (int(each[pair]) for each in np.triu_indices(self._layout.voices))
+        first, second = (int(each[pair]) for each in self._voices)
         tau, kappa = (each.ravel() for each in self._lags())
         lag = f"{tau[tau_at]} noisy rounds and {kappa[kappa_at]} coordinates on"
         return f"{self._layout.voice(first)}, and {self._layout.voice(second)} {lag}"
@@ -180,8 +141,36 @@ class Lags:
 _DISTANCES = {"near": "next to each other", "far": "at every distance"}
 
 
-def _products(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
-    return log_products(total, count, shared=shared)
+def _reach(layout: Layout) -> tuple[int, int]:
+    """Lags in rounds and in coordinates stay below these."""
+    rounds, numbers = layout.rounds, layout.widest
+    pairs = layout.voices * (layout.voices + 1) // 2
+    while (len(_KINDS) + 1) * pairs * (2 * rounds - 1) * (2 * numbers - 1) > KEPT and (rounds > 3 or numbers > 2):
+        if rounds > 3 and (rounds >= numbers or numbers <= 2):
+            rounds = max(3, rounds // 2)
+        else:
+            numbers = max(2, numbers // 2)
+    return rounds, numbers
+
+
+def _log_products(total: FloatArray, count: FloatArray, shared: bool = False) -> FloatArray:
+    """Of a sum of `count` products of independent normal numbers (Chernoff's bound).
+
+    Args:
+        total: the sum, of any shape.
+        count: of products; 0: nothing is known.
+        shared: each number may be in two of the products, as in sums along one sequence.
+    """
+    rho = np.abs(total) / np.maximum(count, 1.0)
+    root = np.sqrt(1.0 + 4.0 * rho**2)
+    if shared:
+        theta = rho / root
+        rate = theta * rho + np.log((1.0 + 1.0 / root) / 2.0) / 2.0
+    else:
+        theta = 2.0 * rho / (1.0 + root)
+        rate = theta * rho + np.log1p(-(theta**2)) / 2.0
+    found: FloatArray = np.minimum(0.0, LOG_2 - count * rate)
+    return found
 
 
 def _fair(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
@@ -190,8 +179,10 @@ def _fair(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
 
 
 def _exact(total: FloatArray, count: FloatArray, shared: bool) -> FloatArray:
-    """A normal size times a sign that is independent of it is normal, and each is in one product."""
-    return log_normal(total, count)
+    """A normal size times a sign that is independent of it is normal, of variance one, and each is in one product; exact."""
+    deviations = np.abs(total) / np.sqrt(np.maximum(count, 1e-300))
+    found: FloatArray = np.minimum(0.0, LOG_2 + special.log_ndtr(-deviations))
+    return found
 
 
 # ---- transforms ------------------------------------------------------------------------------------------------------

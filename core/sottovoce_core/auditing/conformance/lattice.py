@@ -13,9 +13,9 @@ be twice the one assumed, one bit is lost.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -23,8 +23,8 @@ from scipy import stats
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Part, Test
-from sottovoce_core.auditing.conformance.block import Block, Instrument
-from sottovoce_core.auditing.conformance.p_values import Judged, binomial, by_place, dyadic, even, pooled, worst
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.p_values import Judged, binomial, dyadic, even, pooled, worst
 from sottovoce_core.auditing.conformance.residuals import ByteArray
 
 _MOST_LOST = 4
@@ -58,7 +58,6 @@ _SIGN = 32
 _DIGITS = np.arange(256)[:, None] >> np.arange(8) & 1
 
 
-@dataclass(frozen=True, slots=True)
 class _Words:
     """What K', or a, comes to in some runs; places are learners, each field by itself.
 
@@ -69,38 +68,35 @@ class _Words:
         coarsest: the most bits that are zero in all of one message, and where.
     """
 
-    bytes: IntArray
-    zeros: IntArray
-    messages: IntArray
-    coarsest: tuple[int, str] = (0, "")
+    def __init__(self, layout: Layout, starts: Sequence[int]) -> None:
+        self._places, self._starts = layout.field_voices, starts
+        self.bytes = np.zeros((layout.voices, len(_STARTS), 256), np.int64)
+        self.zeros = np.zeros((layout.voices, _ZEROS + 1), np.int64)
+        self.messages = np.zeros((layout.numbers + 1, _WORD + 1), np.int64)
+        self.coarsest = (0, "")
 
-    @classmethod
-    def blank(cls, places: int, numbers: int) -> Self:
-        """Of no run."""
-        kept = (places, len(_STARTS), 256), (places, _ZEROS + 1), (numbers + 1, _WORD + 1)
-        bytes_, zeros, messages = (np.zeros(shape, np.int64) for shape in kept)
-        return cls(bytes_, zeros, messages)
+    def merge(self, other: _Words) -> None:
+        """Take in those of other runs."""
+        self.bytes += other.bytes
+        self.zeros += other.zeros
+        self.messages += other.messages
+        self.coarsest = max(self.coarsest, other.coarsest)
 
-    def joined(self, other: Self) -> Self:
-        """With those of other runs."""
-        added = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)[:-1]}
-        return type(self)(**added, coarsest=max(self.coarsest, other.coarsest))
-
-    def with_place(self, place: int, name: str, own: _Judged, starts: Sequence[int]) -> Self:
-        """With a piece of one of the places, which has this name; its arrays are changed."""
-        counted, ending = _counted(own.chosen, starts), _trailing(own.ends)
+    def add(self, place: int, own: _Judged) -> None:
+        """A piece of one of the places."""
+        counted, ending = _counted(own.chosen, self._starts), _trailing(own.ends)
         self.bytes[place] += counted
         zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
         zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
         self.zeros[place] += zeros
         # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
-        fewest, shape = _trailing(np.bitwise_or.reduce(own.words, axis=-1)), self.messages.shape
+        fewest = _trailing(np.bitwise_or.reduce(own.words, axis=-1))
         numbers = np.broadcast_to(own.numbers, fewest.shape)
-        cells = (numbers * shape[1] + fewest).reshape(-1)
-        np.add(self.messages, np.bincount(cells, minlength=math.prod(shape)).reshape(shape), out=self.messages)
+        cells = (numbers * (_WORD + 1) + fewest).reshape(-1)
+        self.messages += np.bincount(cells, minlength=self.messages.size).reshape(self.messages.shape)
         bits = numbers * np.minimum(fewest, _ZEROS)
         t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
-        return replace(self, coarsest=max(self.coarsest, (int(bits.max()), f"{name}, round {t}")))
+        self.coarsest = max(self.coarsest, (int(bits.max()), f"{self._places[place]}, round {t}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,42 +118,42 @@ class _Judged:
     @classmethod
     def of(cls, words: IntArray, lost: ByteArray) -> Self:
         """Of `(rounds, runs, numbers)`."""
-        if not lost.any():
-            own = np.ascontiguousarray(words)
-            chosen, numbers = own.reshape(-1), words.shape[-1]
-            return cls(own, numbers, chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
-        judged = lost <= _MOST_LOST
-        own = np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0)
-        chosen = own[judged]
-        return cls(own, judged.sum(axis=-1), chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
+        own, judged = _without_lost(words, lost)
+        chosen = own.reshape(-1) if judged is None else own[judged]
+        numbers = words.shape[-1] if judged is None else judged.sum(axis=-1)
+        return cls(own, numbers, chosen, chosen[np.flatnonzero(chosen & _LOW == 0)])
+
+
+def _without_lost(words: IntArray, lost: ByteArray) -> tuple[IntArray, BoolArray | None]:
+    """Words without their lost bits, 0 where nothing is judged; and where something is, None: everywhere."""
+    if not lost.any():
+        return np.ascontiguousarray(words), None
+    judged = lost <= _MOST_LOST
+    return np.where(judged, words >> np.where(judged, lost, 0).astype(np.int64), 0), judged
 
 
 def _together(block: Block) -> IntArray:
     """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
     for _, part in block.by_runs():
-        lost = part.lost
-        whole = not lost.any()
-        judged = np.broadcast_to(True, lost.shape) if whole else lost <= _MOST_LOST
-        own = part.steps if whole else np.where(judged, part.steps >> np.where(judged, lost, 0).astype(np.int64), 0)
+        own, judged = _without_lost(part.steps, part.lost)
         words = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
-        for _, field in block.parts():
-            found += _added(words[..., field], judged[..., field], whole=whole)
+        for _, field in block.layout.parts():
+            found += _added(words[..., field], None if judged is None else judged[..., field])
     return found
 
 
-def _added(own: IntArray, known: BoolArray, *, whole: bool) -> IntArray:
-    """`_together` of a field in some runs; `whole`: all of it is known."""
+def _added(own: IntArray, known: BoolArray | None) -> IntArray:
+    """`_together` of a field in some runs; `known`: where something is judged, None: everywhere."""
     found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
     for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
-        one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
+        one, there = np.moveaxis(own, axis, 0), None if known is None else np.moveaxis(known, axis, 0)
         sums = one[1:] ^ one[:-1]
-        found[kind] = _counted(sums.reshape(-1) if whole else sums[there[1:] & there[:-1]])
+        found[kind] = _counted(sums.reshape(-1) if there is None else sums[there[1:] & there[:-1]])
     for kind, axis in ((3, 3), (4, 0)):
         if own.shape[axis] > 2:  # of two they are neighbours
             sums = np.bitwise_xor.reduce(own, axis=axis)
-            everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
-            found[kind] = _counted(sums.reshape(-1) if whole else sums[everywhere])
+            found[kind] = _counted(sums.reshape(-1) if known is None else sums[np.logical_and.reduce(known, axis=axis)])
     return found
 
 
@@ -219,67 +215,59 @@ class Lattice(Instrument):
 
     part: ClassVar[Part] = "lattice"
 
-    def __init__(self) -> None:
-        self._places: tuple[str, ...] = ()
-        self._off: IntArray | None = None
-        self._words: tuple[_Words, ...] = ()
+    summed: ClassVar[tuple[str, ...]] = ("_off", "_judged", "_mantissas", "_together")
+
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
+        self._off = np.zeros(layout.voices, np.int64)
+        self._judged = 0  # blocks
+        self._steps, self._said = _Words(layout, _STARTS), _Words(layout, _STARTS[:_UNIFORM])
         self._mantissas = np.zeros((_WORD, _WORD + 1), np.int64)
         self._together = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
 
     def add(self, block: Block) -> None:
-        off = np.array([np.count_nonzero(each[..., part]) for each in block.off for _, part in block.parts()])
+        parts = [part for _, part in block.layout.parts()]
+        off = np.array([np.count_nonzero(each[..., part]) for each in block.off for part in parts])
         if not off.any() and (block.lost > _MOST_LOST).all():
             return
-        self._places = tuple(f"{learner}, field {name!r}" for learner in block.learners for name, _ in block.parts())
-        steps, said = (_Words.blank(len(self._places), block.values.shape[-1]) for _ in range(2))
-        mantissas = np.zeros_like(self._mantissas)
+        self._off += off
+        self._judged += 1
         for learner, _, piece in block.pieces():
-            for place, (_, part) in enumerate(block.parts(), learner * len(block.fields)):
-                lost, name = piece.lost[0, ..., part], self._places[place]
+            for place, part in enumerate(parts, learner * len(parts)):
+                lost = piece.lost[0, ..., part]
                 noise = _Judged.of(piece.steps[0, ..., part], lost)
-                steps = steps.with_place(place, name, noise, _STARTS)
-                said = said.with_place(place, name, _Judged.of(piece.said[0, ..., part], lost), _STARTS[:_UNIFORM])
-                mantissas += _mantissas(noise)
-        self._take(off, (steps, said), mantissas)
+                self._steps.add(place, noise)
+                self._said.add(place, _Judged.of(piece.said[0, ..., part], lost))
+                self._mantissas += _mantissas(noise)
         if block.close:
-            self._together = self._together + _together(block)
+            self._together += _together(block)
 
     def merge(self, other: Self) -> None:
-        if other._off is not None:
-            self._places = other._places
-            self._take(other._off, other._words, other._mantissas)
-            self._together = self._together + other._together
+        super().merge(other)
+        self._steps.merge(other._steps)
+        self._said.merge(other._said)
 
-    def _take(self, off: IntArray, words: tuple[_Words, ...], mantissas: IntArray) -> None:
-        self._off = off if self._off is None else self._off + off
-        pairs = zip(self._words, words, strict=True) if self._words else ()
-        self._words = tuple(mine.joined(its) for mine, its in pairs) or words
-        self._mantissas = self._mantissas + mantissas
-
-    def tests(self) -> list[Test]:
-        if self._off is None:
-            return []
-        steps, said = self._words
-        off, at = int(self._off.sum()), self._places[int(self._off.argmax())]
+    def _every(self) -> Iterator[Test]:
+        if not self._judged:
+            return
+        off, at = int(self._off.sum()), self._layout.field_voices[int(self._off.argmax())]
         what = "all noise is on its lattice"
-        return [
-            Test("lattice", what, float(off), float(off == 0), at if off else "", primary=False),
-            *self._covered("", "the noise", steps, _bits),
-            *self._covered("said ", "messages", said, _uniform_bits),
-            *_precise(self._mantissas),
-            *_independent(self._together),
-        ]
+        yield Test("lattice", what, float(off), float(off == 0), at if off else "", primary=False)
+        yield from self._covered("", "the noise", self._steps, _bits)
+        yield from self._covered("said ", "messages", self._said, _uniform_bits)
+        yield from _precise(self._mantissas)
+        yield from _independent(self._together)
 
     def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], Judged]) -> Iterator[Test]:
         """That all of the lattice is used: of K', or of a."""
-        kinds = (
+        ending, zeros = partial(dyadic, most=_ZEROS), lambda k: f"{k + 1} zeros or more"
+        kinds: tuple[tuple[str, str, Callable[[IntArray], Judged], IntArray, Callable[[int], str], bool], ...] = (
             ("bits", f"every bit of {of} is fair", bits, words.bytes, "bit {}".format, True),
-            ("trailing zeros", f"{of} ends in zeros by chance", _ending, words.zeros, _at_least, not prefix),
+            ("trailing zeros", f"{of} ends in zeros by chance", ending, words.zeros, zeros, not prefix),
             ("low bytes", f"low bits of {of} are uniform together", _bytes, words.bytes, _digits, False),
         )
         for name, what, judge, counts, detail, primary in kinds:
-            yield from pooled(prefix + name, what, judge, counts, detail, primary=primary)
-            yield from by_place(f"learner {prefix}{name}", what, judge, counts, self._places, detail)
+            yield from pooled(prefix + name, what, judge, counts, detail, self._layout.field_voices, primary=primary)
         yield from _coarse(prefix + "coarse messages", f"no message of {of} is coarser", words)
 
 
@@ -317,15 +305,6 @@ def _bytes(counts: IntArray) -> Judged:
 def _digits(k: int) -> str:
     first, width = (4 * k, 4) if k <= _UNIFORM else (_STARTS[k - _UNIFORM - 1], 8)
     return f"bits {first} to {first + width - 1}"
-
-
-def _ending(counts: IntArray) -> Judged:
-    """Of `zeros`."""
-    return dyadic(counts, most=_ZEROS)
-
-
-def _at_least(k: int) -> str:
-    return f"{k + 1} zeros or more"
 
 
 def _coarse(name: str, what: str, words: _Words) -> list[Test]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.conformance.block import Block, Layout
-from sottovoce_core.auditing.conformance.p_values import log_signs, log_sizes
+from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
+from sottovoce_core.auditing.conformance.p_values import LOG_2, log_signs
 from sottovoce_core.auditing.conformance.residuals import ALL
 
 # ---- linear relations ------------------------------------------------------------------------------------------------
@@ -37,16 +37,19 @@ _RELATIONS: tuple[_Relation, ...] = tuple(
 )
 
 
-class Relations:
+class Relations(Instrument):
     """How many sums are almost zero, among how many."""
 
-    def __init__(self) -> None:
+    part: ClassVar[Part] = "dependence"
+    summed: ClassVar[tuple[str, ...]] = ("_learners", "_rounds", "_tried")
+
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
         self._learners = np.zeros(2, np.int64)
-        self._rounds: Counter[_Relation] = Counter()
+        self._rounds = np.zeros(len(_RELATIONS), np.int64)
         self._tried = 0
 
     def add(self, block: Block) -> None:
-        """Look at some more runs."""
         units = [np.ones_like(block.scale)]
         if np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf):
             units.append(np.nan_to_num(block.scale))
@@ -60,7 +63,7 @@ class Relations:
                 self._add_rounds(noise, scale)
 
     def _add_rounds(self, noise: FloatArray, scale: FloatArray) -> None:
-        for relation in _RELATIONS:
+        for k, relation in enumerate(_RELATIONS):
             longest = relation[-1][0]
             if longest < noise.shape[1]:
                 parts = [slice(longest - back, noise.shape[1] - back) for back, _ in relation]
@@ -68,24 +71,17 @@ class Relations:
                 for part, (_, sign) in zip(parts[1:], relation[1:], strict=True):
                     (np.add if sign > 0 else np.subtract)(total, noise[:, part], out=total)
                 zeros, tried = _near_zero(total, np.maximum.reduce([scale[:, part] for part in parts]))
-                self._rounds[relation] += int(zeros)
+                self._rounds[k] += int(zeros)
                 self._tried += int(tried)
 
-    def merge(self, other: Self) -> None:
-        """Take in what another one keeps."""
-        self._learners += other._learners
-        self._rounds.update(other._rounds)
-        self._tried += other._tried
-
-    def tests(self) -> Iterator[Test]:
+    def _every(self) -> Iterator[Test]:
         """Sums over all learners; sums and differences of rounds."""
         zeros, tried = (int(each) for each in self._learners)
         if tried:
             what = "noise does not add up to nothing over learners"
             yield Test("sums of learners", what, zeros, _chance(zeros, tried), "all learners", primary=False)
         if self._tried:
-            most = max(self._rounds, key=lambda relation: self._rounds[relation])
-            total = sum(self._rounds.values())
+            most, total = _RELATIONS[int(self._rounds.argmax())], int(self._rounds.sum())
             what = "no noise is a sum or a difference of noise drawn before"
             where = " ".join(f"{'+-'[sign < 0]} round t-{back}" if back else "round t" for back, sign in most)
             yield Test("sums of rounds", what, total, _chance(total, self._tried), where, primary=False)
@@ -115,7 +111,7 @@ _OWN = -1
 """Whose past a regressor is of: the learner's own, or that of the learner at this place."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Sums:
     """Of one regressor X: X sign(r) and X^2 by learner and coordinate, and in all X (|r| - 1), and the largest |X|.
 
@@ -127,26 +123,24 @@ class _Sums:
     sized: float = 0.0
     largest: float = 0.0
 
-    def add(self, other: _Sums) -> None:
-        """Those of other runs."""
-        self.signed = self.signed + other.signed
-        self.square = self.square + other.square
-        self.sized += other.sized
-        self.largest = max(self.largest, other.largest)
+    def __add__(self, other: _Sums) -> _Sums:
+        """Those of both runs."""
+        largest = max(self.largest, other.largest)
+        return _Sums(self.signed + other.signed, self.square + other.square, self.sized + other.sized, largest)
 
 
-class Regressors:
+class Regressors(Instrument):
     """Signs are fair whatever was before, and sizes are one scale on average: so no sum of them times X is far from zero."""
 
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
+    part: ClassVar[Part] = "dependence"
+
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
         self._sums: dict[tuple[str, int], _Sums] = {}
 
     def add(self, block: Block) -> None:
-        """Look at some more runs."""
-        self._layout = self._layout or Layout.of(block)
         noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
-        learners = len(block.learners)
+        learners = len(self._layout.learners)
         for runs, part in block.by_runs():
             noise = _Noise(part)
             last = _last(part, block.normal[:, :, runs], noisy)
@@ -157,29 +151,23 @@ class Regressors:
                     self._gather((name, j), sums)
 
     def merge(self, other: Self) -> None:
-        """Take in what another one keeps."""
-        self._layout = self._layout or other._layout
         for key, sums in other._sums.items():
             self._gather(key, sums)
 
     def _gather(self, key: tuple[str, int], sums: _Sums) -> None:
-        if key in self._sums:
-            self._sums[key].add(sums)
-        else:
-            self._sums[key] = sums
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def tests(self) -> Iterator[Test]:
+    def _every(self) -> Iterator[Test]:
         """Signs against every regressor; the worst learner or coordinate; the worst of sizes."""
-        if self._layout is not None:
-            own = {name: sums for (name, j), sums in self._sums.items() if j == _OWN and sums.square.any()}
-            for name, sums in own.items():
-                yield _signs(name, sums)
-            for name in dict.fromkeys(name for name, j in self._sums if j != _OWN):
-                each = {j: sums for (of, j), sums in self._sums.items() if of == name and j != _OWN}
-                yield from _others(name, each, self._layout)
-            if own:
-                yield _by_place(own, self._layout)
-                yield _sizes(own)
+        own = {name: sums for (name, j), sums in self._sums.items() if j == _OWN and sums.square.any()}
+        for name, sums in own.items():
+            yield _signs(name, sums)
+        for name in dict.fromkeys(name for name, j in self._sums if j != _OWN):
+            each = {j: sums for (of, j), sums in self._sums.items() if of == name and j != _OWN}
+            yield from _others(name, each, self._layout)
+        if own:
+            yield _by_place(own, self._layout)
+            yield _sizes(own)
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -201,7 +189,7 @@ def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Te
         logs = np.where(square > 0.0, log_signs(signed, square), np.inf)
         j, i = (int(at) for at in np.unravel_index(int(logs.argmin()), logs.shape))
         p_value = min(1.0, float(np.exp(logs[j, i])) * int(np.count_nonzero(square)))
-        where = f"signs of {layout.learner(i)} on {name} of {layout.learner(list(each)[j])}"
+        where = f"signs of {layout.learners[i]} on {name} of {layout.learners[list(each)[j]]}"
         what = f"signs of the noise do not follow what another learner had before: {name}"
         yield Test(f"signs on another's {name}", what, float(signed[j, i] / square[j, i] ** 0.5), p_value, where)
 
@@ -210,7 +198,7 @@ def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     """The worst learner or coordinate, of every regressor."""
     found, count = [], 0
     for name, sums in own.items():
-        for axis, place in ((1, layout.learner), (0, layout.number)):
+        for axis, place in ((1, layout.learners.__getitem__), (0, layout.number)):
             signed, square = sums.signed.sum(axis=axis), sums.square.sum(axis=axis)
             logs = np.where(square > 0.0, log_signs(signed, square), 0.0)
             at = int(logs.argmin())
@@ -221,11 +209,25 @@ def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     return Test("signs by place", what, deviations, min(1.0, float(np.exp(least)) * count), where, primary=False)
 
 
+def _log_sizes(total: float, square: float, largest: float) -> float:
+    """Of a sum of known numbers times `e - 1`, e exponential (a sub-gamma sum; Boucheron, Lugosi, Massart 2013, section 2.4).
+
+    Args:
+        total: the sum.
+        square: of the known numbers' squares, the sum.
+        largest: of their sizes.
+    """
+    if square <= 0.0:
+        return 0.0
+    u = abs(total) * largest / square
+    return min(0.0, LOG_2 - square / largest**2 * (1.0 + u - math.sqrt(1.0 + 2.0 * u)))
+
+
 def _sizes(own: Mapping[str, _Sums]) -> Test:
     found = []
     for name, sums in own.items():
         square = float(sums.square.sum())
-        found.append((log_sizes(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
+        found.append((_log_sizes(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
     least, deviations, where = min(found)
     what = "sizes of the noise follow nothing that was before"
     return Test("sizes", what, deviations, min(1.0, float(np.exp(least)) * len(found)), where, primary=False)
@@ -244,7 +246,7 @@ class _Noise:
 
     def against(self, values: FloatArray) -> _Sums:
         """Sums of a regressor that broadcasts to the block's values."""
-        x, shape = clipped(_finite(values)), self.signs.shape
+        x, shape = _clipped(_finite(values)), self.signs.shape
         if x.shape[2] < shape[2]:  # the same in all runs: these are added up first
             x = np.broadcast_to(x, (*shape[:2], 1, shape[3]))
             counts = np.array(shape[2]) if self.known is None else self.known.sum(axis=2, keepdims=True)
@@ -266,7 +268,7 @@ class _Noise:
         """The same of all learners and each one's X, `(learners, rounds, runs, numbers)`."""
         signs = self.signs.reshape(len(values), -1)
         for own in values:
-            x = clipped(_finite(own[None])).reshape(-1)
+            x = _clipped(_finite(own[None])).reshape(-1)
             known = np.ones((len(values), 1)) if self.known is None else self.known.reshape(len(values), -1)
             square = known * np.vdot(x, x) if self.known is None else known @ (x * x)[:, None]
             yield _Sums(signed=(signs @ x)[:, None], square=square)
@@ -281,7 +283,7 @@ def _finite(values: FloatArray) -> FloatArray:
     return values if np.isfinite(values).all() else np.where(np.isfinite(values), values, 0.0)
 
 
-def clipped(values: FloatArray) -> FloatArray:
+def _clipped(values: FloatArray) -> FloatArray:
     """A regressor clipped at `TYPICAL` times its usual size, `(learners, rounds, runs, numbers)` or 1 along any axis.
 
     The usual size is the geometric mean, over the rounds so far, of `mean(|X|^(1/2))^2` over what is not zero in a round: few

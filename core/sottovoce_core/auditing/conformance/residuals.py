@@ -229,7 +229,9 @@ def residuals(
     own = data.learners[learner]
     sides = (own,) if other is None else (own, other)
     replay = Replay(run, learner, transcript.replicas, len(sides))
-    every = room or {name: _blank(learner, name, _shape(values)) for name, values in transcript.fields.items()}
+    every = room or {
+        name: _blank(learner, name, (len(values), *values.shape[2:])) for name, values in transcript.fields.items()
+    }
     noisy: dict[str, list[int]] = {}
     before: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
@@ -259,11 +261,6 @@ def _keep(noise: Residuals, what: str, t: int, values: FloatArray) -> None:
     elif kept.shape[1] < len(values):
         kept = noise.past[what] = np.repeat(kept, len(values), axis=1)
     kept[t] = values
-
-
-def _shape(said: FloatArray) -> tuple[int, ...]:
-    rounds, _, *shape = said.shape
-    return (rounds, *shape)
 
 
 def learned(replay: Replay, batch: Batch) -> dict[str, FloatArray]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from sottovoce_core.arrays import IntArray
-from sottovoce_core.auditing.bounds import Test
-from sottovoce_core.auditing.conformance.block import Block
+from sottovoce_core.auditing.bounds import Part, Test
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
 from sottovoce_core.auditing.conformance.p_values import Judged, binomial, worst
 from sottovoce_core.noise import GRID_BITS
 
@@ -58,14 +58,18 @@ _NEXT_ONES = tuple(f"the next {kind}" for kind, _ in _NEIGHBOURS)
 _PREVIOUS_ONES = tuple(f"the previous {kind}" for kind, _ in _NEIGHBOURS)
 
 
-class Uniforms:
+class Uniforms(Instrument):
     """Tests of the bits of the uniform numbers behind the noise.
 
     Signs are compared with each bit, and with the sum modulo two of each two adjacent bits: if words are multiples of `2^-b`, u
     lies where its bit b changes, and may be rounded to either side; the sum of bits b and b + 1 is resolved.
     """
 
-    def __init__(self) -> None:
+    part: ClassVar[Part] = "dependence"
+    summed: ClassVar[tuple[str, ...]] = ("_own_signs", "_neighbours_signs", "_unequal", "_pairs")
+
+    def __init__(self, layout: Layout, share: float = 1.0) -> None:
+        super().__init__(layout, share)
         # All but `_pairs` by bit of a word, from the lowest one on.
         self._own_signs = np.zeros((2, 3, _WORD), np.int64)
         """Of small u, and of the first numbers: those whose sign is unequal to a bit, or to a bit plus the next one; and all."""
@@ -77,7 +81,6 @@ class Uniforms:
         """Sums of products of two bits, each +1 or -1; the 0 in front of all others is always +1."""
 
     def add(self, block: Block) -> None:
-        """Count the bits of some more runs."""
         if not (block.lost <= _MAX_LOST).any():
             return
         small = _Words.of(block, np.nonzero(block.tail < _SMALL))
@@ -94,14 +97,7 @@ class Uniforms:
             self._unequal[k] += _unequal_bits(first, second)
             self._pairs[k + 1] += _products(*(bits[end] for end in ends))
 
-    def merge(self, other: Self) -> None:
-        """Add the counts of another instance."""
-        self._own_signs += other._own_signs
-        self._neighbours_signs += other._neighbours_signs
-        self._unequal += other._unequal
-        self._pairs += other._pairs
-
-    def tests(self) -> Iterator[Test]:
+    def _every(self) -> Iterator[Test]:
         """Worst bit of each kind, and worst pair of bits."""
 
         def signed_bit(at: tuple[int, ...]) -> str:
@@ -230,7 +226,7 @@ def _ones(words: IntArray) -> IntArray:
 def _first_numbers(block: Block) -> tuple[IntArray, ...]:
     """An index of at most `_MAX_NUMBERS` numbers: the first ones along each axis, without the rounds that have no noise."""
     rounds = np.flatnonzero(np.isfinite(block.scale).any(axis=(0, 2)))
-    lengths = [len(block.learners), len(rounds), *block.values.shape[2:]]
+    lengths = [len(block.values), len(rounds), *block.values.shape[2:]]
     while math.prod(lengths) > _MAX_NUMBERS:
         longest = lengths.index(max(lengths))
         lengths[longest] = -(-lengths[longest] // 2)

@@ -19,7 +19,7 @@ from scipy import stats
 from sottovoce_core.arrays import FloatArray, IntArray, as_floats
 from sottovoce_core.auditing.bounds import Levels, Test
 from sottovoce_core.auditing.conformance.battery import Dependence
-from sottovoce_core.auditing.conformance.block import Block, Instrument
+from sottovoce_core.auditing.conformance.block import Block, Instrument, Layout
 from sottovoce_core.auditing.conformance.marginal import Marginal
 from sottovoce_core.auditing.conformance.residuals import as_laplace
 from sottovoce_core.auditing.foreign.power import gaussian_epsilon
@@ -251,30 +251,29 @@ def _conformance(
     noise: Mapping[str, tuple[FloatArray, FloatArray]], levels: Levels, beside: list[Test]
 ) -> tuple[tuple[Test, ...], int]:
     """All tests of conformance that need no lattice, others beside those of single numbers, and how many numbers they saw."""
-    instruments: tuple[Instrument, ...] = (Marginal(), Dependence())
-    numbers = 0
-    for block in _blocks(noise):
-        numbers += block.count
-        for each in instruments:
-            each.add(block)
-    single, dependent = (each.tests() for each in instruments)
+    numbers, single, dependent = 0, list[Test](), list[Test]()
+    if noise:
+        rounds = max(values.shape[1] for values, _ in noise.values())
+        layout = Layout(("the service",), rounds, tuple((name, each.shape[2]) for name, (each, _) in noise.items()))
+        instruments: tuple[Instrument, ...] = (Marginal(layout), Dependence(layout))
+        for block in _blocks(noise, layout):
+            numbers += block.count
+            for each in instruments:
+                each.add(block)
+        single, dependent = (each.tests() for each in instruments)
     found = *levels.judged("marginal", [*single, *beside]), *levels.judged("dependence", dependent)
     return tuple(map(_in_messages, found)), numbers
 
 
-def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]]) -> Iterator[Block]:
+def _blocks(noise: Mapping[str, tuple[FloatArray, FloatArray]], layout: Layout) -> Iterator[Block]:
     """Some runs at a time, fields side by side; fields whose centres are not known have half as many."""
-    if not noise:
-        return
-    rounds = max(values.shape[1] for values, _ in noise.values())
-    widths = {name: values.shape[2] for name, (values, _) in noise.items()}
     total = max(len(values) for values, _ in noise.values())
-    step = max(2, _SLICE // (rounds * sum(widths.values())))
+    step = max(2, _SLICE // layout.places)
     for start in range(0, total, step):
         runs = min(step, total - start)
-        block = Block.blank(("the service",), widths, rounds, runs)
+        block = Block.blank(layout, runs)
         world = np.zeros(block.values.shape)
-        for (values, signs), (_, part) in zip(noise.values(), block.parts(), strict=True):
+        for (values, signs), (_, part) in zip(noise.values(), layout.parts(), strict=True):
             some = values[start : start + runs]
             block.values[0, : some.shape[1], : len(some), part] = some.transpose(1, 0, 2)
             world[0, :, : len(some), part] = signs[start : start + runs, None]
