@@ -35,7 +35,7 @@ from sottovoce_client.wording import number
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import Ratios, RoundBounds
-from sottovoce_core.auditing.online.sequential import EpsilonBound
+from sottovoce_core.auditing.online.canaries import EpsilonBound
 
 WORLDS = (("first world", BLUE), ("second world", RED))
 SHOWN_CLAIM = 1.6

@@ -13,7 +13,7 @@ import numpy as np
 from ruamel.yaml.error import YAMLError
 
 from sottovoce_client.documents import private, scratch
-from sottovoce_core.auditing.online.keys import SIZE, Keys
+from sottovoce_core.auditing.online.seen import SIZE, Keys
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
