@@ -209,7 +209,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
         raise NotReady(f"no authorities in {authorities}: {why}") from None
-    captures = find(place).captures
+    captures, _ = find(place)
     if len(captures) != 1:
         raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")
     found = read(captures[0], believed)
