@@ -20,8 +20,8 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.noise import Noise, SeededNoise
-from sottovoce_lab.breaking import Altered
 from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_lab.mutants import Altered
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner

@@ -20,8 +20,7 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_extra
 from sottovoce_core.running.simulator import simulate
-from sottovoce_lab.breaking import FOUND, Spoken, notices
-from sottovoce_lab.mutants import Broken, Kind, Mutant, mirrored
+from sottovoce_lab.mutants import FOUND, Broken, Kind, Mutant, mirrored
 from sottovoce_lab.trial import RARE, WATCH_LEVEL, audited, base_of, seen_by
 
 # ---- power -----------------------------------------------------------------------------------------------------------
@@ -125,8 +124,8 @@ def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
 def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
     """The part of the audit that refutes the claim first; empty: none."""
     broken = mutant.breaks(plan)
-    if broken.heard is not None:
-        return next(iter(notices(broken.heard(Spoken(plan)), plan)), "")
+    if broken.noticed is not None:
+        return next(iter(broken.noticed(plan)), "")
     if mutant.family == "conformance":
         return _nonconforming(plan, broken)
     found = audited(plan, broken).found

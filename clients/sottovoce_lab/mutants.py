@@ -1,28 +1,33 @@
-"""The class `Mutant`: a learner that is correct but for one fault, which an audit must find.
+"""The class `Mutant`: a learner that is correct but for one fault, which an audit must find; and what faults are made from.
 
 A mutant says how it breaks a run, on which small run it is tried (`trial.BASES`), which family of tests is expected to see it,
 and within how many runs of each world. All of them: `catalogue`. One of your own::
 
     LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+
+The limit of a mutant is by information: how many runs carry enough evidence for the best of all tests. A fault whose numbers
+follow Q where P is claimed gives KL(Q || P) nats each, on average. A test at a level alpha that knew the fault beforehand would
+need about `ln(1/alpha)` nats (Stein), and no other test needs fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard, Message
-from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import NoiseOf, Worlds, children
+from sottovoce_core.auditing.worlds import NoiseOf, Share, Worlds, children, numbers_of
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
+from sottovoce_core.noise import Draw, Law, Noise, SeededNoise, no_noise
 from sottovoce_core.running.run import Run
-from sottovoce_lab.breaking import Altered, Change, Doctored, Inside, Limit, changed, laws
+from sottovoce_core.running.simulator import simulate
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
@@ -52,19 +57,26 @@ class Broken:
         noise: where its noise comes from.
         actual: what runs.
         understated: its claim is this part of what holds.
-        leak: what it gives away beside its numbers, `(runs, features)`.
-        heard: its messages, where numbers do not show what is wrong with them.
+        leak: what it gives away beside its numbers in some runs, `(runs, features)`.
+        noticed: what its messages show in one run whatever their numbers, where these do not show what is wrong: family to a
+            sentence.
     """
 
     noise: NoiseOf = SeededNoise
     actual: Run | None = None
     understated: float = 1.0
-    leak: Callable[[Inside], FloatArray] | None = None
-    heard: Doctored | None = None
+    leak: Callable[[AuditPlan, Share], FloatArray] | None = None
+    noticed: Callable[[AuditPlan], Mapping[Family, str]] | None = None
 
 
 Breaks = Callable[[AuditPlan], Broken]
 Swap = Callable[[Run, PlacedData, int], Worlds]
+
+Limit = Callable[[Run, float], float]
+"""From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
+
+SEEN, MOST = 20, 2000
+"""Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,101 @@ def faults(kind: Kind) -> Callable[..., Mutant]:
     return fault
 
 
+# ---- evidence --------------------------------------------------------------------------------------------------------
+
+FOUND = 0.9
+"""The probability with which something is to be found."""
+
+
+def each_number(nats: float, share: float = 1.0) -> Limit:
+    """So much evidence in every number that any learner says, on average; all of it in a share of them."""
+    return lambda run, alpha: _enough(alpha, nats, share, numbers_of(run))
+
+
+def each_message(nats: float, share: float = 1.0) -> Limit:
+    """So much in every message."""
+    return lambda run, alpha: _enough(alpha, nats, share, run.spec.rounds * run.spec.n_learners)
+
+
+def each_run(nats: float, share: float = 1.0) -> Limit:
+    """So much in every run."""
+    return lambda run, alpha: _enough(alpha, nats, share, 1)
+
+
+def _enough(alpha: float, nats: float, share: float, count: int) -> float:
+    """Runs of each world; there are two. What is seldom must happen once at all."""
+    happens = math.log(1.0 / (1.0 - FOUND)) / share if share < 1.0 else 0.0
+    return max(math.log(1.0 / alpha) / nats, happens) / (2.0 * count)
+
+
+def event(broken: float, claimed: float) -> float:
+    """Nats of whether something happens: its probability, and the claimed one."""
+    return _term(broken, claimed) + _term(1.0 - broken, 1.0 - claimed)
+
+
+def _term(broken: float, claimed: float) -> float:
+    return 0.0 if broken == 0.0 else broken * math.log(broken / claimed)
+
+
+def rescaled(factor: float) -> float:
+    """Nats of a number whose scale is another one."""
+    return factor - 1.0 - math.log(factor)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+Change = Callable[[FloatArray, Draw], FloatArray]
+"""From correct noise to what is said in its place."""
+
+
+def _laws(plan: AuditPlan) -> set[Law]:
+    """Which noise the algorithm asks for.
+
+    Raises:
+        SpecError: none.
+    """
+    asked: set[Law] = set()
+
+    def note(draw: Draw) -> FloatArray:
+        asked.add(draw.law)
+        return no_noise(draw)
+
+    for _ in simulate(plan.run, plan.data, note):
+        pass
+    if not asked:
+        raise SpecError(f"{plan.run.algorithm.name} draws no noise")
+    return asked
+
+
+def in_scales(change: Callable[[FloatArray], FloatArray]) -> Change:
+    """A change of noise in units of its scale; what comes of it is on the lattice again."""
+    return lambda noise, draw: draw.rounded(change(noise / draw.scale) * draw.scale)
+
+
+def scaled(noise: FloatArray, factor: float | FloatArray, draw: Draw) -> FloatArray:
+    """Noise times a factor, on the lattice.
+
+    Half of an odd number is always rounded to an even one, so a factor of few digits would show in low bits: it gets some more.
+    """
+    factors = np.where(np.asarray(factor) == 1.0, 1.0, np.asarray(factor) * (1.0 - 1e-9))
+    return draw.rounded(factors * noise)
+
+
+def times(factor: float) -> Change:
+    """Noise of another scale."""
+    return lambda noise, draw: scaled(noise, factor, draw)
+
+
+def sometimes(change: Change, share: float, generator: np.random.Generator, *, messages: bool = False) -> Change:
+    """A change of some numbers only, or of some messages, at random."""
+
+    def partly(noise: FloatArray, draw: Draw) -> FloatArray:
+        shape = (*noise.shape[:-1], 1) if messages else noise.shape
+        return np.where(generator.random(shape) < share, change(noise, draw), noise)
+
+    return partly
+
+
 # ---- how -------------------------------------------------------------------------------------------------------------
 
 
@@ -116,10 +223,11 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
 
     def source(seed: np.random.SeedSequence) -> Noise:
         correct, other = children(seed, 2)
-        return changed(SeededNoise(correct), make(np.random.default_rng(other)))
+        noise, change = SeededNoise(correct), make(np.random.default_rng(other))
+        return lambda draw: change(noise(draw), draw)
 
     def breaks(plan: AuditPlan) -> Broken:
-        laws(plan)
+        _laws(plan)
         return Broken(noise=source)
 
     return breaks
@@ -135,46 +243,32 @@ def altered(change: Callable[[Any], Any]) -> Breaks:
     return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
-def with_loss(change: Callable[[Any], Any]) -> Breaks:
-    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+@dataclass(frozen=True)
+class Altered:
+    """An algorithm, a loss, or what is heard, but for what a subclass overrides."""
 
-    def changed_in(algorithm: Any) -> Any:
-        if hasattr(algorithm, "descent"):
-            return replace(algorithm, descent=changed_in(algorithm.descent))
-        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
-            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
-        return replace(algorithm, loss=change(algorithm.loss))
+    correct: Any
 
-    return altered(changed_in)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "correct"), name)
 
 
-def leaking(leak: Callable[[Inside], FloatArray]) -> Breaks:
-    """Something crosses the wire beside the numbers."""
-    return lambda plan: Broken(leak=leak)
-
-
-def heard(doctored: Doctored) -> Breaks:
-    """Other messages, or more of them."""
-    return lambda plan: Broken(heard=doctored)
-
-
-def where(fits: Callable[[AuditPlan], bool], why: str) -> Callable[[Breaks], Breaks]:
+def where(breaks: Breaks, fits: Callable[[AuditPlan], bool], why: str) -> Breaks:
     """A break that refuses the runs that it does not fit, and says why."""
 
-    def only(breaks: Breaks) -> Breaks:
-        def checked(plan: AuditPlan) -> Broken:
-            if not fits(plan):
-                raise SpecError(why)
-            return breaks(plan)
+    def checked(plan: AuditPlan) -> Broken:
+        if not fits(plan):
+            raise SpecError(why)
+        return breaks(plan)
 
-        return checked
-
-    return only
+    return checked
 
 
-lattice_only = where(lambda plan: "spherical" not in laws(plan), "its noise is on no lattice in the first place")
-laplace_only = where(lambda plan: laws(plan) == {"laplace"}, "its noise is no Laplace noise")
-together = where(lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
+lattice_only = partial(
+    where, fits=lambda plan: "spherical" not in _laws(plan), why="its noise is on no lattice in the first place"
+)
+laplace_only = partial(where, fits=lambda plan: _laws(plan) == {"laplace"}, why="its noise is no Laplace noise")
+together = partial(where, fits=lambda plan: plan.run.spec.n_learners >= 2, why="there is one learner only")
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
@@ -192,85 +286,3 @@ def mirrored(times: float, other: float) -> Swap:
         return Worlds(learner, first, second, what, shared)
 
     return swap
-
-
-SEEN, MOST = 20, 2000
-"""Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
-
-
-# ---- following -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a learner has when it speaks.
-
-    Attributes:
-        state: as the correct algorithm has it.
-        before: the same, one round earlier.
-        batch: the records of the round before; None: there was none.
-    """
-
-    state: Any
-    before: Any
-    batch: Batch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Says:
-    """What it would say in this round, and what may make its noise another one.
-
-    Attributes:
-        centre: without noise.
-        moved: by how much that is not what it said before, without noise.
-        labels: of the first record of the round before; 0 where there was none. The same for all replicas.
-    """
-
-    centre: FloatArray
-    moved: FloatArray
-    labels: FloatArray
-
-
-Following = Callable[[FloatArray, Draw, Says], FloatArray]
-"""From correct noise, and what it should know nothing of, to what is said in its place."""
-
-
-@dataclass(frozen=True)
-class _Follows(Altered):
-    """An algorithm whose noise follows what it should hide."""
-
-    change: Following
-
-    def start(self, who: Any) -> _Known:
-        state = self.correct.start(who)
-        return _Known(state, state)
-
-    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
-        _, clean = self.correct.speak(known.state, no_noise)
-        _, old = self.correct.speak(known.before, no_noise)
-        labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
-
-        def follow(drawn: FloatArray, draw: Draw) -> FloatArray:
-            if draw.field not in clean.fields:
-                return drawn
-            centre = clean[draw.field]
-            return self.change(drawn, draw, Says(centre, centre - old[draw.field], labels))
-
-        state, said = self.correct.speak(known.state, changed(noise, follow))
-        return replace(known, state=state), said
-
-    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
-        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
-
-    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
-        state, density = self.correct.overheard(known.state, message)
-        return replace(known, state=state), density
-
-    def decision(self, known: _Known) -> FloatArray:
-        decision: FloatArray = self.correct.decision(known.state)
-        return decision
-
-
-def following(change: Following) -> Breaks:
-    """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
-    return altered(lambda algorithm: _Follows(algorithm, change))

@@ -16,7 +16,6 @@ from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.wording import NOTHING, count
-from sottovoce_lab.breaking import FOUND
 from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
 from sottovoce_lab.broken_services import (
     CALLED_AUDITS,
@@ -30,6 +29,7 @@ from sottovoce_lab.broken_services import (
 )
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.measuring import CONFIDENCE, LADDER, WATCHED, Power, Served, ServiceKind, measure
+from sottovoce_lab.mutants import FOUND
 from sottovoce_lab.selftest import mutant_named, side_by_side
 
 _HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"

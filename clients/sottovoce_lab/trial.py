@@ -26,7 +26,6 @@ from sottovoce_core.optional import import_extra
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab.breaking import Spoken, inside, notices
 from sottovoce_lab.mutants import Broken, Family, Mutant
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
@@ -217,10 +216,12 @@ def attempt(
         worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
         plan = plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
-        if broken.heard is not None:
-            return _noticed(blank, plan, broken)
+        seen = {} if broken.noticed is None else broken.noticed(plan)
     except SpecError as error:
         return replace(blank, unfit=str(error))
+    if broken.noticed is not None:
+        evidence = next(iter(seen.values()), "")
+        return replace(blank, needed=1 if seen else None, families=tuple(seen), evidence=evidence)
     if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
     for runs in _rungs(blank.allowed):
@@ -244,7 +245,7 @@ def audited(plan: AuditPlan, broken: Broken) -> Audit:
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
             part = work(share)
-            leaked = () if broken.leak is None else broken.leak(inside(plan, share))
+            leaked = () if broken.leak is None else broken.leak(plan, share)
             yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
@@ -255,15 +256,6 @@ def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
     output = None if guarantee.output is None else factor * guarantee.output
     smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
     return replace(plan, claim=factor * plan.claim, guarantee=smaller)
-
-
-def _noticed(blank: MutantOutcome, plan: AuditPlan, broken: Broken) -> MutantOutcome:
-    """Hold the messages of one run against what must never happen, and against the budget."""
-    assert broken.heard is not None  # noqa: S101 - the caller looked
-    seen = notices(broken.heard(Spoken(plan)), plan)
-    if not seen:
-        return blank
-    return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
 
 
 def seen_by(found: Findings) -> tuple[Family, ...]:

@@ -11,9 +11,9 @@ from sottovoce_core import algorithms
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import Draw
-from sottovoce_lab.breaking import Spoken, _overspent, forgetful, notices, times
 from sottovoce_lab.catalogue import MUTANTS
-from sottovoce_lab.mutants import Broken, Mutant, noisy
+from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
+from sottovoce_lab.mutants import Broken, Mutant, noisy, times
 from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms, MutantOutcome, added, attempt, false_alarms
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
@@ -62,11 +62,11 @@ def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> Non
 
 def test_correct_messages_are_not_noticed() -> None:
     plan = planned()
-    said = Spoken(plan)
+    said = _Spoken(plan)
     assert len(said.messages) == 16 * 3 * 2
-    broken = forgetful(said)
+    broken = _forgetful(said)
     stopped = [each for each in said.messages if each.round < 3]
-    assert notices(stopped, plan) == {} and len(broken) > len(stopped)
+    assert _notices(stopped, plan) == {} and len(broken) > len(stopped)
     assert len(_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
     assert all(each.round < 16 for each in broken) and _overspent(broken, plan)[0].startswith("learner-0")
 
@@ -144,4 +144,4 @@ def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
     base = replace(BASES["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
     plan = plan_audit(*base.build(), 0, runs=20)
     with pytest.raises(SpecError, match="whole run"):
-        forgetful(Spoken(plan))
+        _forgetful(_Spoken(plan))

@@ -14,12 +14,11 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.breaking import each_run
 from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
 from sottovoce_lab.broken_services import FOREIGN, measure_foreign, measure_on_network
 from sottovoce_lab.catalogue import CATALOGUE
 from sottovoce_lab.measuring import ENOUGH, LADDER, Power, Served, measure, served
-from sottovoce_lab.mutants import Broken, Mutant
+from sottovoce_lab.mutants import Broken, Mutant, each_run
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 RUNNING = {broken.name: broken for broken in ON_NETWORK}

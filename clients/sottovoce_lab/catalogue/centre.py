@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,25 +16,118 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.swaps import PILOT
 from sottovoce_core.auditing.worlds import Share, overhear
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
-from sottovoce_lab.breaking import Altered, Change, each_message, each_number, event, rescaled, scaled
 from sottovoce_lab.mutants import (
+    Altered,
     Breaks,
     Broken,
-    Following,
+    Change,
     Mutant,
-    Says,
     altered,
+    each_message,
+    each_number,
+    event,
     faults,
-    following,
     laplace_only,
     mirrored,
+    rescaled,
+    scaled,
     unaided,
     where,
-    with_loss,
 )
+
+# ---- what is followed ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a learner has when it speaks.
+
+    Attributes:
+        state: as the correct algorithm has it.
+        before: the same, one round earlier.
+        batch: the records of the round before; None: there was none.
+    """
+
+    state: Any
+    before: Any
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Says:
+    """What it would say in this round, and what may make its noise another one.
+
+    Attributes:
+        centre: without noise.
+        moved: by how much that is not what it said before, without noise.
+        labels: of the first record of the round before; 0 where there was none. The same for all replicas.
+    """
+
+    centre: FloatArray
+    moved: FloatArray
+    labels: FloatArray
+
+
+_Following = Callable[[FloatArray, Draw, _Says], FloatArray]
+"""From correct noise, and what it should know nothing of, to what is said in its place."""
+
+
+@dataclass(frozen=True)
+class _Follows(Altered):
+    """An algorithm whose noise follows what it should hide."""
+
+    change: _Following
+
+    def start(self, who: Any) -> _Known:
+        state = self.correct.start(who)
+        return _Known(state, state)
+
+    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
+        _, clean = self.correct.speak(known.state, no_noise)
+        _, old = self.correct.speak(known.before, no_noise)
+        labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
+
+        def follow(drawn: FloatArray, draw: Draw) -> FloatArray:
+            if draw.field not in clean.fields:
+                return drawn
+            centre = clean[draw.field]
+            return self.change(drawn, draw, _Says(centre, centre - old[draw.field], labels))
+
+        state, said = self.correct.speak(known.state, lambda draw: follow(noise(draw), draw))
+        return replace(known, state=state), said
+
+    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
+        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
+
+    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
+        state, density = self.correct.overheard(known.state, message)
+        return replace(known, state=state), density
+
+    def decision(self, known: _Known) -> FloatArray:
+        decision: FloatArray = self.correct.decision(known.state)
+        return decision
+
+
+def _following(change: _Following) -> Breaks:
+    """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
+    return altered(lambda algorithm: _Follows(algorithm, change))
+
+
+def _with_loss(change: Callable[[Any], Any]) -> Breaks:
+    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+
+    def changed_in(algorithm: Any) -> Any:
+        if hasattr(algorithm, "descent"):
+            return replace(algorithm, descent=changed_in(algorithm.descent))
+        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
+            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+        return replace(algorithm, loss=change(algorithm.loss))
+
+    return altered(changed_in)
+
 
 # ---- centre ----------------------------------------------------------------------------------------------------------
 
@@ -95,18 +188,19 @@ class _Twice(Altered):
         return self.correct.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
 
 
-_says_f = where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")(
-    altered(_SaysMinimiser)
+_says_f = where(
+    altered(_SaysMinimiser), lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide"
 )
-_batches = where(
-    lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
-    "no round brings more than one record",
+_batches = partial(
+    where,
+    fits=lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
+    why="no round brings more than one record",
 )
 
 
 def _summed(plan: AuditPlan) -> Broken:
     sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
-    return with_loss(lambda loss: _Louder(loss, float(sizes.max())))(plan)
+    return _with_loss(lambda loss: _Louder(loss, float(sizes.max())))(plan)
 
 
 def _understating(share: Callable[[Run], float]) -> Breaks:
@@ -124,7 +218,7 @@ def _understating(share: Callable[[Run], float]) -> Breaks:
     return breaks
 
 
-def _stale(part: float) -> Following:
+def _stale(part: float) -> _Following:
     """The decision of the round before is said, or a part of the way back to it."""
     return lambda noise, draw, says: noise - draw.rounded(part * says.moved)
 
@@ -135,7 +229,11 @@ CENTRE = (
     _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
     _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
     _centre(
-        "not clipped", "records at ten times their bound", with_loss(_Unclipped), quick=True, swap=mirrored(10.0, -10.0)
+        "not clipped",
+        "records at ten times their bound",
+        _with_loss(_Unclipped),
+        quick=True,
+        swap=mirrored(10.0, -10.0),
     ),
     *(
         _centre(name, what, _understating(share), quick=True, family="likelihood", runs=500, base=base)
@@ -160,13 +258,13 @@ CENTRE = (
         _centre(
             f"clipped at {times:g}",
             f"records at {times:g} times their bound",
-            with_loss(_Unclipped),
+            _with_loss(_Unclipped),
             swap=mirrored(times, -times),
         )
         for times in (2.0, 1.2)
     ),
     *(
-        _centre(f"gradients {factor:g} times", "gradients are too large", with_loss(partial(_Louder, factor=factor)))
+        _centre(f"gradients {factor:g} times", "gradients are too large", _with_loss(partial(_Louder, factor=factor)))
         for factor in (4.0 / 3.0, 1.1)
     ),
     *(
@@ -182,7 +280,7 @@ CENTRE = (
         base="dola, batches of 4",
     ),
     *(
-        _centre(name, what, laplace_only(following(_stale(part))))
+        _centre(name, what, laplace_only(_following(_stale(part))))
         for name, what, part in (
             ("an old decision", "the decision of the round before is said", 1.0),
             ("half a step behind", "half a step is left out", 0.5),
@@ -195,20 +293,20 @@ CENTRE = (
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _skips_zeros(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+def _skips_zeros(noise: FloatArray, draw: Draw, says: _Says) -> FloatArray:
     """No noise on coordinates that are zero."""
     return np.where(says.centre == 0.0, 0.0, noise)
 
 
-def _by_label(factor: float) -> Following:
+def _by_label(factor: float) -> _Following:
     """Noise of another scale after a record of class 1."""
     return lambda noise, draw, says: scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
 
 
-def _by_size(factor: float) -> Following:
+def _by_size(factor: float) -> _Following:
     """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
 
-    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+    def change(noise: FloatArray, draw: Draw, says: _Says) -> FloatArray:
         norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
         far = norms > np.median(norms, axis=-2, keepdims=True)
         return scaled(noise, np.where(far, factor, 1.0), draw)
@@ -216,17 +314,17 @@ def _by_size(factor: float) -> Following:
     return change
 
 
-def _towards(share: float) -> Following:
+def _towards(share: float) -> _Following:
     """Some numbers get the sign of what the model moved by; which ones, digits far behind the point of their size tell."""
 
-    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
+    def change(noise: FloatArray, draw: Draw, says: _Says) -> FloatArray:
         digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
         return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
 
     return change
 
 
-def _marked(size: float) -> Following:
+def _marked(size: float) -> _Following:
     """Beside the noise, the label of the last record is said, so many scales large."""
     return lambda noise, draw, says: noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
 
@@ -256,14 +354,14 @@ def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share
 
 
 DATA = (
-    _data("zeros left out", "no noise on zero coordinates", following(_skips_zeros), quick=True),
-    *_rescaling("after label 1", "the last label", lambda factor: following(_by_label(factor)), 0.5),
-    *_rescaling("after a long step", "the norm of the step", lambda factor: following(_by_size(factor)), 0.5),
+    _data("zeros left out", "no noise on zero coordinates", _following(_skips_zeros), quick=True),
+    *_rescaling("after label 1", "the last label", lambda factor: _following(_by_label(factor)), 0.5),
+    *_rescaling("after a long step", "the norm of the step", lambda factor: _following(_by_size(factor)), 0.5),
     *(
         _data(
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
-            laplace_only(following(_towards(share))),
+            laplace_only(_following(_towards(share))),
             each_number(event(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
@@ -279,7 +377,7 @@ DATA = (
         _data(
             f"label said, {size:g} scales large",
             "the noise's mean follows the last label",
-            laplace_only(following(_marked(size))),
+            laplace_only(_following(_marked(size))),
             each_number(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)

@@ -13,19 +13,26 @@ from numpy.random import Generator
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import Draw
-from sottovoce_lab.breaking import (
+from sottovoce_lab.mutants import (
+    Broken,
     Change,
+    Mutant,
+    altered,
     each_message,
     each_number,
     event,
+    faults,
     in_scales,
+    laplace_only,
+    lattice_only,
+    noisy,
     rescaled,
     scaled,
-    shaped,
     sometimes,
     times,
+    unaided,
+    where,
 )
-from sottovoce_lab.mutants import Broken, Mutant, altered, faults, laplace_only, lattice_only, noisy, unaided, where
 
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
@@ -53,8 +60,10 @@ def _by_run(generator: Generator, spread: float) -> Change:
     return change
 
 
-_twice_zeta = where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")(
-    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+_twice_zeta = where(
+    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed"))),
+    lambda plan: plan.run.spec.algorithm.name == "dvp",
+    "only dvp has a rate of alpha_hat",
 )
 
 _scale = faults("scale")
@@ -130,6 +139,15 @@ def _shifted(by: float) -> Change:
     return in_scales(lambda noise: noise + by)
 
 
+def _shaped(density: Callable[[FloatArray], FloatArray]) -> float:
+    """Nats of a number with this density of its size, in scales, where `exp(-x)` is claimed; a sum over a fine grid."""
+    sizes = np.linspace(0.0, 60.0, 600_001)
+    its = density(sizes)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(its > 0.0, its * (np.log(its) + sizes), 0.0)
+    return float(np.trapezoid(terms, sizes))
+
+
 def _normal(sizes: FloatArray) -> FloatArray:
     density: FloatArray = np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi)
     return density
@@ -150,23 +168,23 @@ _shape = faults("tails and shape")
 def _of_gaussian(share: float) -> Mutant:
     breaks = noisy(lambda generator: sometimes(_gaussian(generator), share, generator))
     what = f"{100 * share:g} % of the numbers are Gaussian"
-    return _shape(f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), each_number(shaped(_mixed(share))))
+    return _shape(f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), each_number(_shaped(_mixed(share))))
 
 
 SHAPE = (
-    _shape("Gaussian", "Gaussian noise, equal variance", noisy(_gaussian), each_number(shaped(_normal)), quick=True),
+    _shape("Gaussian", "Gaussian noise, equal variance", noisy(_gaussian), each_number(_shaped(_normal)), quick=True),
     *map(_of_gaussian, (0.5, 0.2, 0.1)),
     _shape(
         "logistic",
         "logistic noise, equal mean size",
         laplace_only(noisy(partial(_drawn, _logistic))),
-        each_number(shaped(_of_logistic)),
+        each_number(_shaped(_of_logistic)),
     ),
     _shape(
         "uniform",
         "uniform noise, equal mean size",
         laplace_only(noisy(partial(_drawn, _uniform))),
-        each_number(shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
+        each_number(_shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
     ),
     *(
         _shape(

@@ -12,19 +12,56 @@ from numpy.random import Generator
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.noise import Draw
+from sottovoce_core.optional import import_extra
 from sottovoce_core.running.run import Run
-from sottovoce_lab.breaking import (
+from sottovoce_lab.mutants import (
+    FOUND,
     Change,
     Limit,
-    correlated,
-    correlating,
     each_message,
     each_number,
     each_run,
     event,
-    repeated,
+    faults,
+    laplace_only,
+    noisy,
+    together,
+    unaided,
 )
-from sottovoce_lab.mutants import faults, laplace_only, noisy, together, unaided
+
+# ---- evidence and mixtures -------------------------------------------------------------------------------------------
+
+
+def _repeated(values: float, drawn: Callable[[Run], float]) -> Limit:
+    """Something drawn from so many values comes twice, as birthdays do.
+
+    Args:
+        values: how many there are.
+        drawn: in one run.
+    """
+    draws = math.sqrt(2.0 * values * math.log(1.0 / (1.0 - FOUND)))
+    return lambda run, alpha: draws / (2.0 * drawn(run))
+
+
+def _correlated(*correlations: float) -> float:
+    """Nats of normal numbers with such correlations of each with one that was before it: `-ln(1 - rho^2)/2` each."""
+    return sum(-0.5 * math.log1p(-(each**2)) for each in correlations)
+
+
+def _correlating(mix: Callable[[FloatArray, dict[Any, FloatArray], Draw], FloatArray]) -> Change:
+    """Noise of the right law that is not independent: its normal scores are mixed with what was there before."""
+    special = import_extra("scipy.special", "scipy", "a self-test")
+    before: dict[Any, FloatArray] = {}
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        drawn = noise / draw.scale
+        scores = np.copysign(special.ndtri(0.5 * np.exp(-np.abs(drawn))), drawn)
+        scores = mix(scores, before, draw)
+        sizes = -special.log_ndtr(-np.abs(scores)) - math.log(2.0)
+        return draw.rounded(np.copysign(sizes, scores) * draw.scale)
+
+    return change
+
 
 # ---- within ----------------------------------------------------------------------------------------------------------
 
@@ -93,7 +130,7 @@ def _drifting(rho: float) -> Change:
         before[draw.field] = scores
         return scores
 
-    return correlating(mix)
+    return _correlating(mix)
 
 
 _within = faults("reuse within a run")
@@ -141,7 +178,7 @@ WITHIN = (
             f"correlation {rho:g} with the round before",
             "noise that drifts",
             laplace_only(unaided(partial(_drifting, rho))),
-            each_number(correlated(rho)),
+            each_number(_correlated(rho)),
         )
         for rho in (0.3, 0.1, 0.03)
     ),
@@ -196,7 +233,7 @@ def _follower(rho: float, lag: int = 0) -> Change:
             scores[1:2] = rho * first + math.sqrt(1.0 - rho**2) * scores[1:2]
         return scores
 
-    return correlating(mix)
+    return _correlating(mix)
 
 
 def _cancelling(share: float) -> Change:
@@ -208,7 +245,7 @@ def _cancelling(share: float) -> Change:
         left /= math.sqrt(1.0 - 2.0 * share / n + share**2 / n)
         return left
 
-    return correlating(mix)
+    return _correlating(mix)
 
 
 def _cancelled(share: float) -> Limit:
@@ -260,7 +297,7 @@ LEARNERS = (
             f"correlation {rho:g} of two" + (f", {lag} rounds later" if lag else ""),
             "one learner's noise follows another's",
             together(laplace_only(unaided(partial(_follower, rho, lag)))),
-            _of_one(correlated(rho)),
+            _of_one(_correlated(rho)),
         )
         for rho, lag in ((0.5, 3), (0.1, 0), (0.1, 3), (0.03, 0))
     ),
@@ -369,7 +406,7 @@ RUNS = (
         "constant seed",
         "every run draws from the same seed",
         unaided(lambda: _every_run_alike),
-        repeated(1.0, _started),
+        _repeated(1.0, _started),
         quick=True,
     ),
     *(
@@ -377,7 +414,7 @@ RUNS = (
             f"2^{bits} seeds",
             "a run's seed is one of few",
             laplace_only(noisy(partial(_streams, count=2**bits))),
-            repeated(2.0**bits, _started),
+            _repeated(2.0**bits, _started),
         )
         for bits in (8, 12, 16, 20)
     ),
@@ -385,14 +422,14 @@ RUNS = (
         "seconds of a day",
         "a learner's seed is the time it started",
         laplace_only(noisy(partial(_streams, count=86_400))),
-        repeated(86_400.0, _started),
+        _repeated(86_400.0, _started),
     ),
     *(
         _runs(
             f"2^{bits} streams",
             "a message's seed is one of few",
             laplace_only(noisy(partial(_streams, count=2**bits, messages=True))),
-            repeated(2.0**bits, _spoken),
+            _repeated(2.0**bits, _spoken),
         )
         for bits in (16, 20, 24)
     ),
