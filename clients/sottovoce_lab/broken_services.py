@@ -43,7 +43,7 @@ from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BrokenService, Noised, learners_of
 from sottovoce_lab.measuring import CONFIDENCE, Served, served
-from sottovoce_lab.trial import BASES, Base, seen_by
+from sottovoce_lab.trial import BASES, Base, seen_by, strongest
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on
@@ -133,9 +133,7 @@ def _found_in_audit(done: Audit) -> str:
     """The part of the audit that refutes the claim most clearly, or the first family that does; empty: none does."""
     if done.verdict.kind != "refuted":
         return ""
-    rejecting = [test for test in done.found.tests if test.rejects]
-    strongest = min(rejecting, key=lambda test: test.p_value / test.level, default=None)
-    return next(iter(seen_by(done.found)), "") if strongest is None else str(strongest.part)
+    return strongest(done.found.tests) or next(iter(seen_by(done.found)), "")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,8 @@ from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.worlds import at_a_time, overhear, shares
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.optional import import_extra
-from sottovoce_core.running.simulator import simulate
 from sottovoce_lab.mutants import FOUND, Broken, Kind, Mutant, mirrored
-from sottovoce_lab.trial import RARE, WATCH_LEVEL, audited, base_of, seen_by
+from sottovoce_lab.trial import audited, base_of, rounds_to_alarm, seen_by, strongest, too_many
 
 # ---- power -----------------------------------------------------------------------------------------------------------
 
@@ -141,9 +139,7 @@ def _nonconforming(plan: AuditPlan, broken: Broken) -> str:
         said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
         close = math.ceil(plan.close * said.replicas)
         battery.merge(examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close))
-    rejecting = [test for test in battery.tests(plan.levels) if test.rejects]
-    strongest = min(rejecting, key=lambda test: test.p_value / test.level, default=None)
-    return "" if strongest is None else str(strongest.part)
+    return strongest(battery.tests(plan.levels))
 
 
 def _under_watch(blank: Power, mutant: Mutant, runs: int, seed: int) -> Power:
@@ -156,21 +152,10 @@ def _under_watch(blank: Power, mutant: Mutant, runs: int, seed: int) -> Power:
         return blank
     if mutant.kind == "across runs" or (broken.noise is SeededNoise and broken.actual is None):
         return blank
-    alarms = sorted(_alarmed(plan, broken, np.random.SeedSequence((seed, k))) for k in range(runs))
+    records, seeds = plan.worlds.data(plan.data, 0), (np.random.SeedSequence((seed, k)) for k in range(runs))
+    alarms = sorted(rounds_to_alarm(plan.run, records, each, broken.actual, broken.noise) for each in seeds)
     last = alarms[math.ceil(FOUND * runs) - 1]
     return replace(blank, rounds=None if math.isinf(last) else int(last), watched=runs)
-
-
-def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> float:
-    """Rounds of a run under watch until the first alarm; infinite: there is none."""
-    from sottovoce_core.auditing.online.watch import Watch  # it needs scipy from the start
-
-    data = plan.worlds.data(plan.data, 0)
-    watch = Watch(plan.run, data.learners, WATCH_LEVEL, range(plan.run.spec.n_learners))
-    for step in simulate(broken.actual or plan.run, data, broken.noise(seed)):
-        if watch.take(step.t, step.by_sender()):
-            return step.t + 1.0
-    return math.inf
 
 
 # ---- served ----------------------------------------------------------------------------------------------------------
@@ -212,8 +197,7 @@ class Served:
         """It must be found and was not, or it is correct and was accused more often than chance explains."""
         if not self.correct:
             return self.sure and self.needed is None
-        binomial = import_extra("scipy.stats", "scipy", "a self-test").binom
-        return float(binomial.sf(self.found - 1, self.audits, 1.0 - CONFIDENCE)) < RARE
+        return too_many(self.found, self.audits, 1.0 - CONFIDENCE)
 
 
 def served(blank: Served, found_by: _FoundBy, rungs: Sequence[int], seed: int) -> Served:

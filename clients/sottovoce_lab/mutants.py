@@ -3,7 +3,7 @@
 A mutant says how it breaks a run, on which small run it is tried (`trial.BASES`), which family of tests is expected to see it,
 and within how many runs of each world. All of them: `catalogue`. One of your own::
 
-    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(times(0.7)), "conformance", 20)
 
 The limit of a mutant is by information: how many runs carry enough evidence for the best of all tests. A fault whose numbers
 follow Q where P is claimed gives KL(Q || P) nats each, on average. A test at a level alpha that knew the fault beforehand would
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -120,6 +119,18 @@ def faults(kind: Kind) -> Callable[..., Mutant]:
     return fault
 
 
+def faults_of_noise(kind: Kind) -> Callable[..., Mutant]:
+    """The same of mutants whose noise is changed, Laplace noise unless more is given."""
+    fault = faults(kind)
+
+    def of_noise(
+        name: str, what: str, change: Change, limit: Limit | None = None, *, on: On = "laplace", **more: Any
+    ) -> Mutant:
+        return fault(name, what, noisy(change, on), limit, **more)
+
+    return of_noise
+
+
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
 FOUND = 0.9
@@ -163,32 +174,72 @@ def rescaled(factor: float) -> float:
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
-Change = Callable[[FloatArray, Draw], FloatArray]
+
+@dataclass(slots=True)
+class Source:
+    """What a broken source of noise has beside the correct noise.
+
+    Attributes:
+        generator: of random numbers.
+        kept: from message to message.
+    """
+
+    generator: np.random.Generator
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def last(self, draw: Draw, now: Any) -> Any:
+        """What was kept of the same field in the round before; None: nothing, or of other runs. Keep `now` in its place."""
+        before, self.kept[draw.field] = self.kept.get(draw.field), now
+        return before if before is not None and before.shape == now.shape else None
+
+
+Change = Callable[[FloatArray, Draw, Source], FloatArray]
 """From correct noise to what is said in its place."""
 
+On = Literal["laplace", "lattice", "any"]
+"""Noise that a change is one of: of the Laplace law, on a lattice, or any."""
 
-def _laws(plan: AuditPlan) -> set[Law]:
-    """Which noise the algorithm asks for.
+
+def require_noise(plan: AuditPlan, on: On) -> None:
+    """Refuse an algorithm that asks for other noise.
 
     Raises:
-        SpecError: none.
+        SpecError: it does, or it asks for none.
     """
-    asked: set[Law] = set()
+    laws = set[Law]()
 
     def note(draw: Draw) -> FloatArray:
-        asked.add(draw.law)
+        laws.add(draw.law)
         return no_noise(draw)
 
     for _ in simulate(plan.run, plan.data, note):
         pass
-    if not asked:
+    if not laws:
         raise SpecError(f"{plan.run.algorithm.name} draws no noise")
-    return asked
+    if on == "laplace" and laws != {"laplace"}:
+        raise SpecError("its noise is no Laplace noise")
+    if on == "lattice" and "spherical" in laws:
+        raise SpecError("its noise is on no lattice in the first place")
 
 
-def in_scales(change: Callable[[FloatArray], FloatArray]) -> Change:
+def noisy(change: Change, on: On = "any") -> Breaks:
+    """Other noise, of a learner whose noise is of this kind."""
+
+    def source(seed: np.random.SeedSequence) -> Noise:
+        correct, other = children(seed, 2)
+        noise, own = SeededNoise(correct), Source(np.random.default_rng(other))
+        return lambda draw: change(noise(draw), draw, own)
+
+    def breaks(plan: AuditPlan) -> Broken:
+        require_noise(plan, on)
+        return Broken(noise=source)
+
+    return breaks
+
+
+def in_scales(change: Callable[[FloatArray, Source], FloatArray]) -> Change:
     """A change of noise in units of its scale; what comes of it is on the lattice again."""
-    return lambda noise, draw: draw.rounded(change(noise / draw.scale) * draw.scale)
+    return lambda noise, draw, source: draw.rounded(change(noise / draw.scale, source) * draw.scale)
 
 
 def scaled(noise: FloatArray, factor: float | FloatArray, draw: Draw) -> FloatArray:
@@ -202,40 +253,20 @@ def scaled(noise: FloatArray, factor: float | FloatArray, draw: Draw) -> FloatAr
 
 def times(factor: float) -> Change:
     """Noise of another scale."""
-    return lambda noise, draw: scaled(noise, factor, draw)
+    return lambda noise, draw, source: scaled(noise, factor, draw)
 
 
-def sometimes(change: Change, share: float, generator: np.random.Generator, *, messages: bool = False) -> Change:
+def sometimes(change: Change, share: float, *, messages: bool = False) -> Change:
     """A change of some numbers only, or of some messages, at random."""
 
-    def partly(noise: FloatArray, draw: Draw) -> FloatArray:
+    def partly(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
         shape = (*noise.shape[:-1], 1) if messages else noise.shape
-        return np.where(generator.random(shape) < share, change(noise, draw), noise)
+        return np.where(source.generator.random(shape) < share, change(noise, draw, source), noise)
 
     return partly
 
 
-# ---- how -------------------------------------------------------------------------------------------------------------
-
-
-def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
-    """Other noise. `make` gets a generator, and is asked once for every source."""
-
-    def source(seed: np.random.SeedSequence) -> Noise:
-        correct, other = children(seed, 2)
-        noise, change = SeededNoise(correct), make(np.random.default_rng(other))
-        return lambda draw: change(noise(draw), draw)
-
-    def breaks(plan: AuditPlan) -> Broken:
-        _laws(plan)
-        return Broken(noise=source)
-
-    return breaks
-
-
-def unaided(make: Callable[[], Change]) -> Breaks:
-    """Other noise, for which no random numbers are needed but those that it changes."""
-    return noisy(lambda _: make())
+# ---- algorithms and losses -------------------------------------------------------------------------------------------
 
 
 def altered(change: Callable[[Any], Any]) -> Breaks:
@@ -263,12 +294,6 @@ def where(breaks: Breaks, fits: Callable[[AuditPlan], bool], why: str) -> Breaks
 
     return checked
 
-
-lattice_only = partial(
-    where, fits=lambda plan: "spherical" not in _laws(plan), why="its noise is on no lattice in the first place"
-)
-laplace_only = partial(where, fits=lambda plan: _laws(plan) == {"laplace"}, why="its noise is no Laplace noise")
-together = partial(where, fits=lambda plan: plan.run.spec.n_learners >= 2, why="there is one learner only")
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 

@@ -6,19 +6,20 @@ at a confidence of 95 %, at most one audit in twenty may refute one; under watch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce_core.auditing.bounds import SHARES
+from sottovoce_core.auditing.bounds import SHARES, Test
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.swaps import worst
 from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import Share
+from sottovoce_core.auditing.worlds import NoiseOf, Share
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
@@ -263,6 +264,12 @@ def seen_by(found: Findings) -> tuple[Family, ...]:
     return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
 
 
+def strongest(tests: Iterable[Test]) -> str:
+    """The part of an audit whose p-value is furthest below its level; empty: none rejects."""
+    rejecting = [test for test in tests if test.rejects]
+    return str(min(rejecting, key=lambda test: test.p_value / test.level).part) if rejecting else ""
+
+
 # ---- correct learners ------------------------------------------------------------------------------------------------
 
 
@@ -287,14 +294,12 @@ class Alarms:
     @property
     def too_many(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
-        return (
-            _chance(self.refuted, self.audits, LEVEL) < RARE or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
-        )
+        return too_many(self.refuted, self.audits, LEVEL) or too_many(self.alarmed, self.watched, WATCH_LEVEL)
 
 
-def _chance(count: int, trials: int, level: float) -> float:
-    """Of so many, or more, at this level."""
-    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
+def too_many(count: int, trials: int, level: float) -> bool:
+    """Whether hardly any chance, at this level, explains so many accusations of a correct one."""
+    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < RARE
 
 
 def false_alarms(
@@ -318,16 +323,29 @@ def false_alarms(
     refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
     lots = [(seed, k) for seed in seeds for k in range(watched)]
-    alarmed = sum(_alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
+    alarmed = sum(math.isfinite(rounds_to_alarm(run, data, np.random.SeedSequence(lot))) for lot in lots)
     return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
 
 
-def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
-    """Is there an alarm in a correct run?"""
+def rounds_to_alarm(
+    run: Run, data: PlacedData, seed: np.random.SeedSequence, actual: Run | None = None, noise: NoiseOf = SeededNoise
+) -> float:
+    """Rounds of a run under watch until the first alarm; infinite: there is none.
+
+    Args:
+        run: what is claimed to run.
+        data: of all learners.
+        seed: of the noise.
+        actual: what runs; None: what is claimed.
+        noise: where it comes from.
+    """
     from sottovoce_core.auditing.online.watch import Watch  # it needs scipy from the start
 
-    watch = Watch(run, data.learners, alpha, range(run.spec.n_learners))
-    return any(watch.take(step.t, step.by_sender()) for step in simulate(run, data, SeededNoise(seed)))
+    watch = Watch(run, data.learners, WATCH_LEVEL, range(run.spec.n_learners))
+    alarms = (
+        step.t + 1.0 for step in simulate(actual or run, data, noise(seed)) if watch.take(step.t, step.by_sender())
+    )
+    return next(alarms, math.inf)
 
 
 def added(parts: Sequence[Alarms]) -> Alarms:

@@ -105,7 +105,7 @@ def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
 
 
 def test_a_mutant_of_ones_own() -> None:
-    loud = Mutant("loud", "0.7 of the scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+    loud = Mutant("loud", "0.7 of the scale", noisy(times(0.7)), "conformance", 20)
     assert attempt(loud, *BASES["dola"].build()).families == ("conformance",)
 
 

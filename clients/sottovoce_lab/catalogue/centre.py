@@ -25,16 +25,18 @@ from sottovoce_lab.mutants import (
     Broken,
     Change,
     Mutant,
+    On,
+    Source,
     altered,
     each_message,
     each_number,
     event,
     faults,
-    laplace_only,
     mirrored,
+    noisy,
+    require_noise,
     rescaled,
     scaled,
-    unaided,
     where,
 )
 
@@ -111,9 +113,14 @@ class _Follows(Altered):
         return decision
 
 
-def _following(change: _Following) -> Breaks:
+def _following(change: _Following, on: On = "laplace") -> Breaks:
     """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
-    return altered(lambda algorithm: _Follows(algorithm, change))
+
+    def breaks(plan: AuditPlan) -> Broken:
+        require_noise(plan, on)
+        return altered(lambda algorithm: _Follows(algorithm, change))(plan)
+
+    return breaks
 
 
 def _with_loss(change: Callable[[Any], Any]) -> Breaks:
@@ -280,7 +287,7 @@ CENTRE = (
         base="dola, batches of 4",
     ),
     *(
-        _centre(name, what, laplace_only(_following(_stale(part))))
+        _centre(name, what, _following(_stale(part)))
         for name, what, part in (
             ("an old decision", "the decision of the round before is said", 1.0),
             ("half a step behind", "half a step is left out", 0.5),
@@ -331,16 +338,12 @@ def _marked(size: float) -> _Following:
 
 def _by_round(factor: float) -> Change:
     """Noise of another scale in every fourth round."""
-    return lambda noise, draw: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
+    return lambda noise, draw, source: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
 
 
-def _by_coordinate(factor: float) -> Change:
-    """One coordinate of another scale."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, factor, 1.0), draw)
-
-    return change
+def _one_coordinate(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    """The first coordinate's scale is another one."""
+    return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
 
 
 _data = faults("noise that follows data")
@@ -350,34 +353,34 @@ def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share
     """Noise of a scale that follows something: another one in so many of the numbers."""
     for factor in (0.8, 0.95):
         name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, laplace_only(breaks(factor)), each_number(share * rescaled(factor)))
+        yield _data(name, what, breaks(factor), each_number(share * rescaled(factor)))
 
 
 DATA = (
-    _data("zeros left out", "no noise on zero coordinates", _following(_skips_zeros), quick=True),
+    _data("zeros left out", "no noise on zero coordinates", _following(_skips_zeros, "any"), quick=True),
     *_rescaling("after label 1", "the last label", lambda factor: _following(_by_label(factor)), 0.5),
     *_rescaling("after a long step", "the norm of the step", lambda factor: _following(_by_size(factor)), 0.5),
     *(
         _data(
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
-            laplace_only(_following(_towards(share))),
+            _following(_towards(share)),
             each_number(event(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
-    *_rescaling("in every fourth round", "the round number", lambda factor: unaided(partial(_by_round, factor)), 0.25),
+    *_rescaling("in every fourth round", "the round number", lambda factor: noisy(_by_round(factor), "laplace"), 0.25),
     _data(
         "one coordinate at 0.9",
         "the scale follows the coordinate",
-        laplace_only(unaided(partial(_by_coordinate, 0.9))),
+        noisy(_one_coordinate, "laplace"),
         each_message(rescaled(0.9)),
     ),
     *(
         _data(
             f"label said, {size:g} scales large",
             "the noise's mean follows the last label",
-            laplace_only(_following(_marked(size))),
+            _following(_marked(size)),
             each_number(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)
