@@ -28,7 +28,7 @@ from rich.console import Console
 from sottovoce_client.watching import watch as watching
 from sottovoce_client.watching.canaries import CommitmentError, load, placed, save
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.watching.view import Gauges, Sight, picture, power, view
+from sottovoce_client.watching.view import Gauges, Sight, View, picture, power
 from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
@@ -383,7 +383,7 @@ def test_e_values_as_people_read_them(e: float, text: str) -> None:
 
 def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    with view(console, clock=lambda: 0.0) as shown:
+    with View(console, clock=lambda: 0.0) as shown:
         shown.update(a_sight())
         with shown.aside():
             console.file.write("a log line\n")
