@@ -22,7 +22,8 @@ import numpy as np
 from structlog.testing import capture_logs
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, find
+from sottovoce_client.auditing.captures import audit_of
+from sottovoce_client.auditing.captures import find as captures_in
 from sottovoce_client.auditing.foreign_runs import read_runs
 from sottovoce_client.auditing.network import audit_ciphertext, coins, in_turn, plan_for_ciphertext
 from sottovoce_client.auditing.started import Started, started
@@ -32,7 +33,6 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.experiment import Prepared
@@ -42,8 +42,8 @@ from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BrokenService, Noised, learners_of
-from sottovoce_lab.measuring import CONFIDENCE, Served, served
-from sottovoce_lab.trial import BASES, Base, seen_by, strongest
+from sottovoce_lab.mutants import BASES, Base
+from sottovoce_lab.trial import CONFIDENCE, Power, Where, find, found_in
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on
@@ -65,44 +65,47 @@ _ACCEPTING, _CALLING = 1, 0
 """The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
 other one opens them, so it can open more."""
 
+_LISTENING: dict[Way, tuple[Where, int]] = {
+    "relay": ("on real services", _ACCEPTING),
+    "wiretap": ("by wiretap", _CALLING),
+}
 
-def measure_on_network(
-    broken: BrokenService, *, rungs: Sequence[int] = SERVED_RUNGS, audits: int = SERVED_AUDITS, seed: int = 0
-) -> Served:
-    """Run real services in two worlds, and audit what relays heard.
+
+def _blank(broken: BrokenService | _ForeignBreak, kind: Where, rungs: Sequence[int], audits: int) -> Power:
+    return Power(broken.name, broken.what, kind, max(rungs), audits, correct=broken.correct, sure=broken.sure)
+
+
+def measure_service(
+    broken: BrokenService,
+    capture: Way,
+    *,
+    rungs: Sequence[int] = SERVED_RUNGS,
+    audits: int = SERVED_AUDITS,
+    seed: int = 0,
+) -> Power:
+    """Run real services in two worlds, and audit what relays heard, or what wiretaps noted of encrypted channels.
 
     Args:
         broken: what is wrong with them.
+        capture: who listens.
         rungs: runs of each world.
         audits: with each number of runs.
         seed: of coins and audits; noise and times are those of the machine.
     """
-    blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits, sure=broken.sure)
+    kind, learner = _LISTENING[capture]
 
     def found_by(runs: int, each: int) -> str:
-        plan = plan_beside_numbers(BASE, runs, each, learner=_ACCEPTING)
-        with made_with(broken, plan, "relay") as made:
-            return _found_in_audit(audit_of(plan, made, "real services", say_nothing))
+        plan = _plan_beside_numbers(BASE, runs, each, learner=learner)
+        with _made_with(broken, plan, capture) as made:
+            if capture == "relay":
+                done = audit_of(plan, made, kind, say_nothing)
+                return found_in(done.found) if done.verdict.kind == "refuted" else ""
+            return _found_in_calls(audit_ciphertext(plan, made, each, say_nothing))
 
-    return served(blank, found_by, rungs, seed)
-
-
-def measure_by_wiretap(
-    broken: BrokenService, *, rungs: Sequence[int] = SERVED_RUNGS, audits: int = SERVED_AUDITS, seed: int = 0
-) -> Served:
-    """Run real services whose channels are encrypted in two worlds, and audit what wiretaps noted; arguments as above."""
-    blank = Served(broken.name, broken.what, "by wiretap", broken.correct, max(rungs), audits, sure=broken.sure)
-
-    def found_by(runs: int, each: int) -> str:
-        plan = plan_beside_numbers(BASE, runs, each)
-        with made_with(broken, plan, "wiretap") as made:
-            done = audit_ciphertext(plan, made, each, say_nothing)
-        return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
-
-    return served(blank, found_by, rungs, seed)
+    return find(_blank(broken, kind, rungs, audits), found_by, rungs, seed)
 
 
-def plan_beside_numbers(
+def _plan_beside_numbers(
     base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
 ) -> AuditPlan:
     """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
@@ -120,20 +123,13 @@ def plan_beside_numbers(
 
 
 @contextmanager
-def made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+def _made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
     """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
     with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
         pairs = in_turn(plan)
         ledger = asyncio.run(_make_runs(broken, plan, pairs, Path(folder), capture))
-        captures = find(open_folder(Path(folder) / "captures"))
+        captures = captures_in(open_folder(Path(folder) / "captures"))
         yield started(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
-
-
-def _found_in_audit(done: Audit) -> str:
-    """The part of the audit that refutes the claim most clearly, or the first family that does; empty: none does."""
-    if done.verdict.kind != "refuted":
-        return ""
-    return strongest(done.found.tests) or next(iter(seen_by(done.found)), "")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -307,7 +303,7 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
 
 def measure_foreign(
     broken: _ForeignBreak, *, rungs: Sequence[int] = CALLED_RUNGS, audits: int = CALLED_AUDITS, seed: int = 0
-) -> Served:
+) -> Power:
     """Call a service in two worlds through relays, and audit what they heard.
 
     Args:
@@ -316,22 +312,21 @@ def measure_foreign(
         audits: with each number of runs.
         seed: of coins, parameters, noise and audits.
     """
-    blank = Served(broken.name, broken.what, "foreign services", broken.correct, max(rungs), audits, sure=broken.sure)
+    blank = _blank(broken, "foreign services", rungs, audits)
 
     def found_by(runs: int, each: int) -> str:
         with tempfile.TemporaryDirectory() as folder, capture_logs():
             asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
             heard = read_runs(folder, _decode, "stream").runs
-        return _found_in_calls(audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each))
+        done = audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
+        return _found_in_calls(done) or next((sign.test for sign in done.signs), "")
 
-    return served(blank, found_by, rungs, seed)
+    return find(blank, found_by, rungs, seed)
 
 
 def _found_in_calls(done: ForeignAudit) -> str:
-    """The view that refutes the claim, or what was said twice; empty: nothing is."""
-    if done.verdict.kind == "refuted":
-        return max(done.found.bounds, key=lambda bound: bound.value).view
-    return next((sign.test for sign in done.signs), "")
+    """The view that refutes the claim; empty: none does."""
+    return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
 
 
 async def _make_calls(broken: _ForeignBreak, runs: int, folder: Path, seed: int) -> None:

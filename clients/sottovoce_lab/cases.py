@@ -116,7 +116,7 @@ def _decided(run: Run, transcript: Transcript, learner: int, pair: _Pair) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class GuessingRate:
+class _GuessingRate:
     """Guesses of the world by the sign of the score.
 
     Attributes:
@@ -140,7 +140,7 @@ class GuessingRate:
         return self.correct / self.runs
 
 
-def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> GuessingRate:
+def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> _GuessingRate:
     """Guess the world of every run; a score of 0 is met by a coin.
 
     Args:
@@ -153,7 +153,7 @@ def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) ->
     right = (first > 0) | ((first == 0) & coins[0]), (second < 0) | ((second == 0) & coins[1])
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
     low, high = interval(correct, runs, confidence)
-    return GuessingRate(
+    return _GuessingRate(
         runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *_roc(first, second)
     )
 
@@ -206,7 +206,7 @@ class Membership:
     seen: str
     claim: float
     covered: bool
-    guessed: GuessingRate
+    guessed: _GuessingRate
 
 
 Attacked = Mapping[str, Rebuilt]

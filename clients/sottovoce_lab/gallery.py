@@ -57,7 +57,7 @@ class _Image(NamedTuple):
     label: str
 
 
-def gallery_page(shown: Gallery) -> Page:
+def _gallery_page(shown: Gallery) -> Page:
     """All attacks, and all guesses."""
     first = [next(iter(made.values())) for made in shown.attacks.values() if made]
     values = {
@@ -222,7 +222,7 @@ def _publish(shown: Gallery, folder: Path, console: Console) -> int:
     write_json(folder / "gallery.json", _document(shown), opener=opener)
     _print(shown, console)
     page = folder / "gallery.html"
-    code = terminal.attempt(str(page), lambda: gallery_page(shown).write(page, opener=opener))
+    code = terminal.attempt(str(page), lambda: _gallery_page(shown).write(page, opener=opener))
     console.out(f"{folder}: gallery.json{'' if code else ', gallery.html'}", highlight=False)
     return code
 

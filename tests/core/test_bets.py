@@ -179,9 +179,10 @@ def test_e_values_are_at_most_one_on_average() -> None:
     for _ in range(400):
         rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
         stakes, watched = Stakes(2), Watched(2, 4, seed)
-        gains = [stakes.add(watched.see(values)) for values in rounds]
+        for values in rounds:
+            stakes.add(watched.see(values))
         each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
-        found.append(np.concatenate([*each, gains[-1].e]))
+        found.append(np.concatenate([*each, stakes.e]))
     e_values = np.exp(found)
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
 
@@ -195,8 +196,9 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     generator, found = np.random.default_rng(4), []
     for _ in range(120):
         watched, stakes = Watched(1, 2), Stakes(1)
-        gains = [stakes.add(watched.see(generator.laplace(size=(1, 2)))) for _ in range(_BLOCKS[0] + 2)]
-        found.append(np.exp(gains[-1].change))
+        for _ in range(_BLOCKS[0] + 2):
+            stakes.add(watched.see(generator.laplace(size=(1, 2))))
+        found.append(np.exp(stakes.change))
     most = (2.0 + 1.0) / 2.0
     assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
 
@@ -362,7 +364,8 @@ def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm
     """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
     watched, stakes = Watched(1, numbers), Stakes(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
-        if stakes.add(watched.see(values[None])).e[1] >= alarm:
+        stakes.add(watched.see(values[None]))
+        if stakes.e[1] >= alarm:
             return t
     return most + 1
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import special
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.bets import _Scale, detected, mixture
+from sottovoce_core.auditing.online.bets import _detected, _Scale, mixture
 from sottovoce_core.auditing.online.canaries import EpsilonBound
 from sottovoce_core.auditing.online.watch import _e_bh
 
@@ -125,7 +125,7 @@ def test_the_detector_finds_what_breaks_in_the_middle() -> None:
     generator, detector, bet, alarm = np.random.default_rng(5), np.array(-np.inf), _Scale(), None
     for t in range(310):
         sizes = np.abs(generator.laplace(size=100)) * (0.5 if t >= 300 else 1.0)
-        detector = detected(detector, bet.e(np.array([sizes.sum(), 100.0])))
+        detector = _detected(detector, bet.e(np.array([sizes.sum(), 100.0])))
         if alarm is None and detector >= math.log(1e6):
             alarm = t
     assert alarm is not None
@@ -136,13 +136,13 @@ def test_the_detector_adds_up_and_seldom_alarms_falsely() -> None:
     """`R_t = (R_{t-1} + 1) e_t`. The mean time to `R >= 20` is at least 20: 200 runs, four standard errors."""
     detector = np.array(-np.inf)
     for e_value in np.log([2.0, 0.5, 3.0]):
-        detector = detected(detector, e_value)
+        detector = _detected(detector, e_value)
     assert detector == pytest.approx(math.log(((2.0 + 1.0) * 0.5 + 1.0) * 3.0))
 
     generator, side_by_side = np.random.default_rng(6), np.full(200, -np.inf)
     lengths = np.full(200, 1001)
     for t in range(1, 1001):
-        side_by_side = detected(side_by_side, np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
+        side_by_side = _detected(side_by_side, np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
         lengths[(side_by_side >= math.log(20)) & (lengths > 1000)] = t
     assert np.mean(lengths) >= 20.0 - 4.0 * np.std(lengths) / math.sqrt(200)
 

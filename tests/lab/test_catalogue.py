@@ -18,8 +18,8 @@ from sottovoce_core.noise import Draw, Noise, SeededNoise, grid
 from sottovoce_lab.catalogue import CATALOGUE, MUTANTS
 from sottovoce_lab.catalogue.distribution import _shaped
 from sottovoce_lab.catalogue.reuse import _correlated, _repeated
-from sottovoce_lab.mutants import Kind, each_message, each_number, event, rescaled
-from sottovoce_lab.trial import BASES, audited
+from sottovoce_lab.mutants import BASES, Kind, each_message, each_number, event, rescaled
+from sottovoce_lab.trial import audited
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 SEED = np.random.SeedSequence(7)

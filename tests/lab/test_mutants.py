@@ -13,8 +13,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import Draw
 from sottovoce_lab.catalogue import MUTANTS
 from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
-from sottovoce_lab.mutants import Broken, Mutant, noisy, times
-from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms, MutantOutcome, added, attempt, false_alarms
+from sottovoce_lab.mutants import ALGORITHMS, BASES, Broken, Mutant, noisy, times
+from sottovoce_lab.trial import Alarms, MutantOutcome, added, attempt, false_alarms
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
@@ -27,7 +27,7 @@ def planned(base: str = "ldp-dol, budget") -> AuditPlan:
 def tried(name: str, base: str | None = None) -> MutantOutcome:
     mutant = BY_NAME[name]
     base = base or mutant.base
-    return attempt(mutant, *(BASES.get(base) or ALGORITHMS[base]).build(), base=base)
+    return attempt(mutant, (BASES.get(base) or ALGORITHMS[base]).build())
 
 
 def test_draws_know_their_lattice() -> None:
@@ -74,8 +74,7 @@ def test_correct_messages_are_not_noticed() -> None:
 def test_what_breaks_nothing_is_missed() -> None:
     """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
     nothing = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 100)
-    run, data = BASES["dola"].build()
-    outcome = attempt(nothing, run, data, seed=3)
+    outcome = attempt(nothing, BASES["dola"].build(), seed=3)
     assert outcome.missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
 
 
@@ -101,12 +100,12 @@ def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> 
 def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
     """In batches, every feature is in some record."""
     base = replace(BASES["ldp-dol, epsilon 1"], batch=4)
-    assert "ever zero" in attempt(BY_NAME["length"], *base.build()).unfit
+    assert "ever zero" in attempt(BY_NAME["length"], base.build()).unfit
 
 
 def test_a_mutant_of_ones_own() -> None:
     loud = Mutant("loud", "0.7 of the scale", noisy(times(0.7)), "conformance", 20)
-    assert attempt(loud, *BASES["dola"].build()).families == ("conformance",)
+    assert attempt(loud, BASES["dola"].build()).families == ("conformance",)
 
 
 # ---- false alarms ----------------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ def test_too_many_false_alarms_are_no_chance() -> None:
 def test_nobody_hears_the_learner_twice() -> None:
     """On a path of two there is one neighbour only, and nobody to tell something else."""
     base = replace(BASES["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
-    assert "only one learner hears" in attempt(BY_NAME["two faces"], *base.build()).unfit
+    assert "only one learner hears" in attempt(BY_NAME["two faces"], base.build()).unfit
 
 
 def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:

@@ -75,6 +75,45 @@ class Sight:
         e, line = power(alarm.e), power(alarm.threshold)
         return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
+    def picture(self, most: int = 40) -> RenderableType:
+        """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
+        head = Text.assemble((self.title, "bold"), "  ", (self.state, _COLOURS.get(self.state, "")))
+        head.append(f"  round {count(self.watch.round)}" + (f"/{count(self.rounds)}" if self.rounds else ""))
+        parts: list[RenderableType] = [head, _table(self, max(3, most))]
+        if self.canaries is not None:
+            parts.append(Text(_canary_words(self.canaries), style="magenta"))
+        return Group(*parts)
+
+    def print_end(self, console: Console) -> None:
+        """The table as it stands, and what may be said."""
+        console.print(self.picture())
+        for alarm in self.alarms:
+            console.print(Text(f"ALARM: {self.sentence(alarm)}", style="bold red"))
+        chance = f"{100 * self.alpha:.3g} %"
+        if self.alarms:
+            text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
+        else:
+            text = f"No alarm in {plural(self.watch.round, 'round')}. A false one had a chance of at most {chance}."
+        console.print(Text(text))
+        if self.provenance:
+            console.print(Text(self.provenance))
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "run": self.title,
+            "state": self.state,
+            "rounds_watched": self.watch.round,
+            "rounds": self.rounds,
+            "alpha": self.alpha,
+            "provenance": self.provenance,
+            "alarms": [
+                {"learner": None if each.learner is None else self.names[each.learner], "text": self.sentence(each)}
+                | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
+                for each in self.alarms
+            ],
+        }
+
 
 class View:
     """Shows a watch while a `with` block lasts, as often as one likes.
@@ -110,7 +149,7 @@ class View:
         if self._live is None:
             self._console.out("  ".join(_words(sight)), highlight=False)
         else:
-            self._live.update(picture(sight, self._console.height - 10), refresh=True)
+            self._live.update(sight.picture(self._console.height - 10), refresh=True)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -133,16 +172,6 @@ def _words(sight: Sight) -> Iterator[str]:
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def picture(sight: Sight, most: int = 40) -> RenderableType:
-    """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
-    head = Text.assemble((sight.title, "bold"), "  ", (sight.state, _COLOURS.get(sight.state, "")))
-    head.append(f"  round {count(sight.watch.round)}" + (f"/{count(sight.rounds)}" if sight.rounds else ""))
-    parts: list[RenderableType] = [head, _table(sight, max(3, most))]
-    if sight.canaries is not None:
-        parts.append(Text(_canary_words(sight.canaries), style="magenta"))
-    return Group(*parts)
 
 
 def _table(sight: Sight, most: int) -> Table:
@@ -200,38 +229,6 @@ def power(e: float) -> str:
     exponent, fraction = divmod(e / math.log(10.0), 1.0)
     mantissa = round(10.0**fraction)
     return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else power(e + 0.1)
-
-
-def print_end(sight: Sight, console: Console) -> None:
-    """The table as it stands, and what may be said."""
-    console.print(picture(sight))
-    for alarm in sight.alarms:
-        console.print(Text(f"ALARM: {sight.sentence(alarm)}", style="bold red"))
-    chance = f"{100 * sight.alpha:.3g} %"
-    if sight.alarms:
-        text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
-    else:
-        text = f"No alarm in {plural(sight.watch.round, 'round')}. A false one had a chance of at most {chance}."
-    console.print(Text(text))
-    if sight.provenance:
-        console.print(Text(sight.provenance))
-
-
-def document(sight: Sight) -> dict[str, Any]:
-    """The same for programs."""
-    return {
-        "run": sight.title,
-        "state": sight.state,
-        "rounds_watched": sight.watch.round,
-        "rounds": sight.rounds,
-        "alpha": sight.alpha,
-        "provenance": sight.provenance,
-        "alarms": [
-            {"learner": None if each.learner is None else sight.names[each.learner], "text": sight.sentence(each)}
-            | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
-            for each in sight.alarms
-        ],
-    }
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def _few_bits(bits: int) -> Change:
 
     def draw(noise: FloatArray, source: Source) -> FloatArray:
         words = source.generator.integers(0, 2**bits, noise.shape)
-        return np.copysign(-np.log((words + 0.5) * 2.0**-bits), noise)
+        drawn: FloatArray = np.copysign(-np.log((words + 0.5) * 2.0**-bits), noise)
+        return drawn
 
     return in_scales(draw)
 

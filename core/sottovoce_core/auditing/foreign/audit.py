@@ -183,9 +183,9 @@ def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | 
     guesser = power.Power(found.claim, found.delta, messages, found.levels)
     reaches = tuple(guesser.reaches(runs))
     if noised is not None and noised.numbers:
-        reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
+        reach, halved = power.of_noise(noised.numbers, found.levels)
+        reaches = reach, *reaches
         if noised.decides:
-            halved = power.finds_half(noised.numbers, found.levels)
             return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
     if found.needed > found.runs or guesser.finds(2.0, runs):
         return replace(found, reaches=reaches)

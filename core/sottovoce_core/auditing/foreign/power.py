@@ -156,14 +156,9 @@ def _gaussian_delta(shift: float, epsilon: float) -> float:
     return float(special.ndtr(shift / 2.0 - epsilon / shift)) - math.exp(min(epsilon + far, 700.0))
 
 
-def scale_reach(numbers: int, levels: Levels) -> Reach:
-    """The smallest error of the scale of claimed noise that is found."""
-    normal = stats.norm.isf(levels.of("conformance", "marginal", _MAIN) / 2.0) + stats.norm.isf(1.0 - _POWER)
-    error = float(normal) / math.sqrt(numbers)
-    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
-
-
-def finds_half(numbers: int, levels: Levels) -> bool:
-    """Whether half of the claimed noise is found, in so many numbers."""
-    least = special.gammaincinv(numbers, levels.of("conformance", "marginal", _MAIN) / 2.0)
-    return float(special.gammainc(numbers, 2.0 * least)) >= _POWER
+def of_noise(numbers: int, levels: Levels) -> tuple[Reach, bool]:
+    """The smallest error of the scale of claimed noise that is found in so many numbers, and whether half of the noise is."""
+    level = levels.of("conformance", "marginal", _MAIN) / 2.0
+    error = float(stats.norm.isf(level) + stats.norm.isf(1.0 - _POWER)) / math.sqrt(numbers)
+    halved = float(special.gammainc(numbers, 2.0 * special.gammaincinv(numbers, level))) >= _POWER
+    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %"), halved

@@ -28,14 +28,14 @@ _FEW = 16
 """Fewer gaps between numbers show no step."""
 
 
-def resolution(ordered: FloatArray) -> FloatArray:
-    """Of finite numbers in order, each by itself: the coarsest rounding that all of them have been through.
+def resolution(values: FloatArray) -> FloatArray:
+    """Of finite numbers, each by itself: the coarsest rounding that all of them have been through.
 
     Known are floats of any size, multiples of a power of two, of ten, or of any step, and so many digits.
     """
-    floats = _spacing(ordered)
-    coarsest = np.maximum(floats, _binary(ordered))
-    for found in (_decimals(ordered, floats), _digits(ordered, floats), _step(ordered, floats)):
+    floats = _spacing(values)
+    coarsest = np.maximum(floats, _binary(values))
+    for found in (_decimals(values, floats), _digits(values, floats), _step(values, floats)):
         if found is not None:
             coarsest = np.maximum(coarsest, found)
     return coarsest
@@ -96,10 +96,10 @@ def _digits(values: FloatArray, floats: FloatArray) -> FloatArray | None:
     return None
 
 
-def _step(ordered: FloatArray, floats: FloatArray) -> float | None:
+def _step(values: FloatArray, floats: FloatArray) -> float | None:
     """The step between the levels of a quantiser: the smallest gap, or a small fraction of it, that divides all others."""
     finest = float(floats.max())
-    gaps = np.diff(ordered)
+    gaps = np.diff(np.sort(values))
     gaps = gaps[gaps > _CLEAR * finest]
     if len(gaps) < _FEW:
         return None

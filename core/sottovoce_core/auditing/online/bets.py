@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.online.seen import CHANCE, LAGS, NEAR, SHIFTS, Seen, shifted, with_squares
+from sottovoce_core.auditing.online.seen import CHANCE, LAGS, NEAR, SHIFTS, Seen
 
 # ---- e-values --------------------------------------------------------------------------------------------------------
 
@@ -39,7 +38,7 @@ def mixture(e_values: FloatArray, weights: FloatArray | None = None) -> FloatArr
     return mixed
 
 
-def detected(before: FloatArray, e_values: FloatArray) -> FloatArray:
+def _detected(before: FloatArray, e_values: FloatArray) -> FloatArray:
     """Detector of what breaks in the middle of a run: `R_t = (R_{t-1} + 1) e_t`, for one e-value a step, given those before.
 
     Alarm at `e >= log c`: while the claim holds, the mean number of steps to an alarm is at least c. The step may be asked for
@@ -315,8 +314,7 @@ class _Past(_Dependence):
     name = "past"
 
     def sums(self, seen: Seen) -> FloatArray:
-        x = with_squares(seen.past, np.clip(np.abs(seen.past) - 1.0, -1.0, 1.0))
-        found = (x @ seen.now[..., None])[..., 0].swapaxes(0, 1)
+        found = (seen.past @ seen.now[..., None])[..., 0].swapaxes(0, 1)
         return found.reshape(len(found), -1)
 
 
@@ -326,8 +324,7 @@ class _Copies(_Dependence):
     name = "copies"
 
     def sums(self, seen: Seen) -> FloatArray:
-        beside = with_squares(shifted(seen.normal), shifted(seen.even))
-        found = (seen.now @ beside.swapaxes(1, 2)).swapaxes(0, 1)
+        found = (seen.now @ seen.beside.swapaxes(1, 2)).swapaxes(0, 1)
         earlier = np.tile(np.tri(len(found), k=-1), len(SHIFTS))
         return (found * earlier[:, None]).reshape(len(found), -1)
 
@@ -361,9 +358,11 @@ _SHARED: tuple[tuple[_Bet, float], ...] = ((_Copies(), 0.25), (_Shared(), 0.1))
 """Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """E-values now; columns: all learners together, and every learner.
+class Stakes:
+    """The sums of all bets, and their e-values now: of all learners together, and of every learner.
+
+    Args:
+        learners: how many are watched.
 
     Attributes:
         e: `(1 + learners,)` logarithms, since round 0.
@@ -372,27 +371,16 @@ class Gain:
         changed: which has of late.
     """
 
-    e: FloatArray
-    change: FloatArray
-    tests: tuple[str, ...]
-    changed: tuple[str, ...]
-
-
-class Stakes:
-    """The sums of all bets; row 0 since round 0, then those of the blocks.
-
-    Args:
-        learners: how many are watched.
-    """
-
     def __init__(self, learners: int) -> None:
-        self._sums: dict[type[_Bet], FloatArray] = {}
+        self._sums: dict[type[_Bet], FloatArray] = {}  # row 0 since round 0, then those of the blocks
         self._before: FloatArray = np.full((len(_BLOCKS), 1 + learners), -np.inf)  # of the detectors
         self._rounds = 0
         self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
         self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
+        self.e, self.change = np.zeros((2, 1 + learners))
+        self.tests = self.changed = ("scale",) * (1 + learners)
 
-    def add(self, seen: Seen) -> Gain:
+    def add(self, seen: Seen) -> None:
         """A round more."""
         self._begin_blocks()
         for bet in self._bets:
@@ -400,29 +388,22 @@ class Stakes:
             kept = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *added.shape)))
             kept += added
         self._rounds += 1
-        return self._gain()
-
-    def _begin_blocks(self) -> None:
-        for k, length in enumerate(_BLOCKS, 1):
-            if self._rounds and self._rounds % length == 0:
-                self._before[k - 1] = detected(self._before[k - 1], self._now[k])
-                for kept in self._sums.values():
-                    kept[k] = 0.0
-
-    def _gain(self) -> Gain:
         own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
         pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
         shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
         on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
-        self._now = np.concatenate(
-            [mixture(on_all, _shares(*_POOLED, *_SHARED))[:, None], mixture(on_each, _shares(*_OWN))], axis=1
-        )
-        return Gain(
-            e=self._now[0],
-            change=mixture(detected(self._before, self._now[1:]).T),
-            tests=self._strongest(on_all[0], on_each[0]),
-            changed=self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0)),
-        )
+        together, apart = mixture(on_all, _shares(*_POOLED, *_SHARED)), mixture(on_each, _shares(*_OWN))
+        self._now = np.concatenate([together[:, None], apart], axis=1)
+        self.e, self.change = self._now[0], mixture(_detected(self._before, self._now[1:]).T)
+        self.tests = self._strongest(on_all[0], on_each[0])
+        self.changed = self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0))
+
+    def _begin_blocks(self) -> None:
+        for k, length in enumerate(_BLOCKS, 1):
+            if self._rounds and self._rounds % length == 0:
+                self._before[k - 1] = _detected(self._before[k - 1], self._now[k])
+                for kept in self._sums.values():
+                    kept[k] = 0.0
 
     def _strongest(self, on_all: FloatArray, on_each: FloatArray) -> tuple[str, ...]:
         all_names = [bet.name for bet, _ in (*_POOLED, *_SHARED)]

@@ -320,12 +320,12 @@ class Seen:
         sizes: |r|.
         signs: -1.0, 0.0 or 1.0.
         normal: normal scores of the numbers.
-        even: `1 - 2 exp(-|r|)`, evenly spread in [-1, 1].
         steps, said, lost: as in `Residuals`.
-        past: `(learners, len(_PAST), numbers)`, about 1 in size.
+        past: `(4, learners, len(_PAST), numbers)`, about 1 in size, and how much above 1, each with its squares.
         now: `(4, learners, numbers)` what is bet on: signs and that they are known, sizes without their mean and the same.
-        before: `(4, LAGS * shifts * learners, numbers)` noise of the rounds before, of all learners, shifted to all sides:
-            normal scores and their squares, sizes evenly spread in [-1, 1] and theirs. Rounds stand where they were written.
+        beside: `(4, shifts * learners, numbers)` noise of all learners, shifted to all sides: normal scores and their squares,
+            sizes evenly spread in [-1, 1] (`1 - 2 exp(-|r|)`) and theirs.
+        before: `(4, LAGS * shifts * learners, numbers)` the same of the rounds before, which stand where they were written.
         order: `(LAGS,)` where the last round stands, the one before it, and so on.
         far: `((FARTHEST_LAG - LAGS) * learners, numbers)` normal scores of the rounds before those, the last one first.
         twice: `(learners,)` numbers that are 0, or as at one of `LAGS` rounds before in the same coordinate, up to the sign.
@@ -340,12 +340,12 @@ class Seen:
     sizes: FloatArray
     signs: FloatArray
     normal: FloatArray
-    even: FloatArray
     steps: IntArray
     said: IntArray
     lost: ByteArray
     past: FloatArray
     now: FloatArray
+    beside: FloatArray
     before: FloatArray
     order: IntArray
     far: FloatArray
@@ -356,12 +356,12 @@ class Seen:
     summed: _Summed
 
 
-def shifted(values: FloatArray) -> FloatArray:
-    """`(..., learners, numbers)` by all `SHIFTS`, one after another: `(..., shifts * learners, numbers)`."""
+def _shifted(values: FloatArray) -> FloatArray:
+    """`(learners, numbers)` by all `SHIFTS`, one after another: `(shifts * learners, numbers)`."""
     return np.concatenate([np.roll(values, shift, axis=-1) for shift in SHIFTS], axis=-2)
 
 
-def with_squares(first: FloatArray, second: FloatArray) -> FloatArray:
+def _with_squares(first: FloatArray, second: FloatArray) -> FloatArray:
     """Two arrays, each before its squares: `(4, ...)`."""
     return np.stack([first, first**2, second, second**2])
 
@@ -406,19 +406,20 @@ class Memory:
         values = np.where(known, said.values, 0.0)
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
+        normal, past = np.minimum(-special.ndtri(0.5 * tail), FARTHEST) * signs, self._even_past(said.past)
         exact = known & (said.resolution < _EXACT)
         self._last = seen = Seen(
             known=known.astype(np.float64),
             tail=tail,
             sizes=sizes,
             signs=signs,
-            normal=np.minimum(-special.ndtri(0.5 * tail), FARTHEST) * signs,
-            even=np.where(known, 1.0 - 2.0 * tail, 0.0),
+            normal=normal,
             steps=said.steps,
             said=said.said,
             lost=said.lost,
-            past=self._even_past(said.past),
+            past=_with_squares(past, np.clip(np.abs(past) - 1.0, -1.0, 1.0)),
             now=np.stack([signs, np.abs(signs), sizes - known, known]),
+            beside=_with_squares(_shifted(normal), _shifted(np.where(known, 1.0 - 2.0 * tail, 0.0))),
             before=self._before,
             order=self._order,
             far=self._far[LAGS * self.learners :],
@@ -438,7 +439,7 @@ class Memory:
         self._values[self._at] = np.where(seen.known > 0.0, seen.signs * seen.sizes, np.inf)
         rows = len(SHIFTS) * self.learners
         here = slice(self._at * rows, (self._at + 1) * rows)
-        self._before[:, here] = with_squares(shifted(seen.normal), shifted(seen.even))
+        self._before[:, here] = seen.beside
         self._order[:] = np.roll(self._order, 1)
         self._order[0] = self._at
         self._at = (self._at + 1) % LAGS

@@ -32,7 +32,7 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.conformance.residuals import learned, noise_of
-from sottovoce_core.auditing.online.bets import Gain, Stakes, mixture
+from sottovoce_core.auditing.online.bets import Stakes, mixture
 from sottovoce_core.auditing.online.seen import Keys, Memory, RoundNoise
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.replay import Replay
@@ -81,10 +81,10 @@ class _Stake:
         self.e = self.change = 0.0
         self.test = self.changed = "scale"
 
-    def update(self, gain: Gain, k: int) -> None:
+    def update(self, stakes: Stakes, k: int) -> None:
         """After another round."""
-        self.e, self.change = float(gain.e[k]), float(gain.change[k])
-        self.test, self.changed = gain.tests[k], gain.changed[k]
+        self.e, self.change = float(stakes.e[k]), float(stakes.change[k])
+        self.test, self.changed = stakes.tests[k], stakes.changed[k]
 
 
 class _Watched(_Stake):
@@ -117,8 +117,8 @@ class _Watched(_Stake):
         self._impossible = self._impossible or test
         self.e, self.test = math.inf, self._impossible
 
-    def update(self, gain: Gain, k: int) -> None:
-        super().update(gain, k)
+    def update(self, stakes: Stakes, k: int) -> None:
+        super().update(stakes, k)
         if self._impossible:
             self.refute(self._impossible)
 
@@ -218,9 +218,9 @@ class Watch:
         said = RoundNoise(len(self.learners), self._numbers)
         for row, watched in enumerate(self.learners):
             watched.take(messages, self._records[watched.learner], said, row, self._starts)
-        gain = self._stakes.add(self._memory.see(said))
+        self._stakes.add(self._memory.see(said))
         for k, stake in enumerate((self.together, *self.learners)):
-            stake.update(gain, k)
+            stake.update(self._stakes, k)
         self.round += 1
         return self._new_alarms(t)
 
