@@ -36,6 +36,8 @@ from sottovoce_lab.rebuild import Rebuilt, rebuild
 _ROUNDING = 1e-9
 """Decisions closer than this, relative to the largest, are equal."""
 
+_CONFIDENCE = 0.95
+
 _Pair = tuple[LearnerData, LearnerData]
 """What every learner holds in world 0 and in world 1."""
 
@@ -140,21 +142,18 @@ class _GuessingRate:
         return self.correct / self.runs
 
 
-def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> _GuessingRate:
-    """Guess the world of every run; a score of 0 is met by a coin.
+def _guess(scores: Sequence[FloatArray], seed: int) -> _GuessingRate:
+    """Guess the world of every run, by scores of the runs of world 0 and of world 1; a score of 0 is met by a coin.
 
-    Args:
-        scores: of the runs of world 0, and of world 1.
-        seed: of the coins.
-        confidence: of the interval, two-sided, and of the bound, one-sided.
+    The confidence of the interval is two-sided, that of the bound one-sided.
     """
     generator, (first, second) = np.random.default_rng(seed), scores
     coins = [generator.random(len(each)) < 0.5 for each in scores]
     right = (first > 0) | ((first == 0) & coins[0]), (second < 0) | ((second == 0) & coins[1])
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
-    low, high = interval(correct, runs, confidence)
+    low, high = interval(correct, runs, _CONFIDENCE)
     return _GuessingRate(
-        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *_roc(first, second)
+        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - _CONFIDENCE), *_roc(first, second)
     )
 
 

@@ -154,18 +154,17 @@ def _roc(rows: Sequence[Membership]) -> Figure:
 # ---- gallery ---------------------------------------------------------------------------------------------------------
 
 
-def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> int:
+def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
     """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; returns the exit code.
 
     Args:
         folder: where to.
         epsilons, runs, seed: as of `simulated_gallery`.
-        console: where to print (default: standard output).
 
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
-    console = console or terminal.console()
+    console = terminal.console()
     return _publish(simulated_gallery(epsilons, runs, seed, console.status), folder, console)
 
 

@@ -41,6 +41,9 @@ _LADDER = (20, 100, 500, 2000)
 LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
 
+_WATCHED_AN_AUDIT = 4
+"""Runs under watch of a correct algorithm, for every audit of it."""
+
 RARE = 0.001
 """So many false alarms, or more, are too many if their chance is below this."""
 
@@ -125,7 +128,7 @@ def attempt(
         return replace(blank, needed=1 if seen else None, families=tuple(seen), evidence=evidence)
     if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
-    for runs in _rungs(blank.allowed):
+    for runs in (*(rung for rung in _LADDER if rung < blank.allowed), max(blank.allowed, _LADDER[0])):
         done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
         blank = replace(blank, numbers=done.numbers)
         if done.verdict.kind == "refuted":
@@ -133,15 +136,12 @@ def attempt(
     return blank
 
 
-def _rungs(most: int) -> Iterator[int]:
-    yield from (runs for runs in _LADDER if runs < most)
-    yield max(most, _LADDER[0])
-
-
 def audited(plan: AuditPlan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
-    if broken.understated != 1.0:
-        plan = _understated(plan, broken.understated)
+    if (factor := broken.understated) != 1.0:
+        output = None if plan.guarantee.output is None else factor * plan.guarantee.output
+        smaller = replace(plan.guarantee, per_round=factor * plan.guarantee.per_round, output=output)
+        plan = replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
@@ -150,13 +150,6 @@ def audited(plan: AuditPlan, broken: Broken) -> Audit:
             yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
-
-
-def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
-    guarantee = plan.guarantee
-    output = None if guarantee.output is None else factor * guarantee.output
-    smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
-    return replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
 
 def _seen_by(found: Findings) -> tuple[Family, ...]:
@@ -207,9 +200,7 @@ def _too_many(count: int, trials: int, level: float) -> bool:
     return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < RARE
 
 
-def false_alarms(
-    run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0, runs: int = 20, watched: int = 4
-) -> Alarms:
+def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0) -> Alarms:
     """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
 
     Args:
@@ -218,16 +209,14 @@ def false_alarms(
         seeds: of coins and noise.
         name: of the run.
         learner: whose messages are audited; all are watched.
-        runs: of each world, in every audit.
-        watched: runs under watch for every audit.
     """
     if not np.isfinite(run.guarantee(learner).per_round).all():
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
-    plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
+    plans = [plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds) for seed in seeds]
     refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
-    lots = [(seed, k) for seed in seeds for k in range(watched)]
+    lots = [(seed, k) for seed in seeds for k in range(_WATCHED_AN_AUDIT)]
     alarmed = sum(math.isfinite(_rounds_to_alarm(run, data, np.random.SeedSequence(lot))) for lot in lots)
     return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
 
