@@ -114,7 +114,7 @@ class _Leaking(Noised):
         assert self._session is not None  # noqa: S101 - it was made
         self.first: asyncio.Future[_Known] = asyncio.get_running_loop().create_future()
         self.halfway, self.ended, self._taken = asyncio.Event(), False, 0
-        self._session.algorithm = _Taking(self._session.algorithm, self._take)
+        self._session.algorithm = _taking(self._session.algorithm, self._take)
 
     @property
     def introduced(self) -> bool:
@@ -167,7 +167,7 @@ class _LeakingFace(Face):
         give_turn_back()  # what it leaks is known once its records have come, and they may be of the same caller
         if learner.introduced:
             if broken.pads is not None:
-                context = cast(Context, _Padded(context, broken.pads(await learner.first)))
+                context = _padded(context, broken.pads(await learner.first))
             if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
                 await self._end_halfway(requests, context, ending)
                 return
@@ -191,27 +191,24 @@ class _LeakingFace(Face):
         await context.abort(ending.code)
 
 
-@dataclass(frozen=True)
-class _Taking(Altered):
+def _taking(algorithm: Any, take: Callable[[Batch], None]) -> Altered:
     """An algorithm whose records are seen before it learns them."""
 
-    takes: Callable[[Batch], None]
+    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
+        take(batch)
+        return algorithm.listen(state, heard, batch)
 
-    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
-        self.takes(batch)
-        return self.correct.listen(state, heard, batch)
+    return Altered(algorithm, listen=listen)
 
 
-class _Padded(Altered):
+def _padded(context: Context, size: int) -> Context:
     """A stream whose first message has a field more, which nobody knows."""
+    left = [b"\xfa\x07" + bytes([size]) + bytes(size)]  # field 127, of so many bytes
 
-    def __init__(self, correct: Any, size: int) -> None:
-        super().__init__(correct)
-        self.__dict__["left"] = [b"\xfa\x07" + bytes([size]) + bytes(size)]  # field 127, of so many bytes
+    async def write(message: bytes) -> None:
+        await context.write(message + (left.pop() if left else b""))
 
-    async def write(self, message: bytes) -> None:
-        more = self.left.pop() if self.left else b""
-        await self.correct.write(message + more)
+    return cast(Context, Altered(context, write=write))
 
 
 def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[Noised]:

@@ -275,11 +275,17 @@ def altered(change: Callable[[Any], Any]) -> Breaks:
     return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
-@dataclass(frozen=True)
 class Altered:
-    """An algorithm, a loss, or what is heard, but for what a subclass overrides."""
+    """An algorithm, a loss, or what is heard, but for some methods.
 
-    correct: Any
+    Args:
+        correct: as it should be.
+        methods: by name, in place of its own.
+    """
+
+    def __init__(self, correct: Any, **methods: Callable[..., Any]) -> None:
+        self.correct = correct
+        self.__dict__.update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "correct"), name)
