@@ -363,11 +363,6 @@ async def _relayed(
 # ---- breaks ----------------------------------------------------------------------------------------------------------
 
 
-def _rounded(answer: _Answer) -> bytes:
-    """To six significant digits."""
-    return np.array([float(f"{number:.6g}") for number in answer.said]).tobytes()
-
-
 def _without_noise_on(*places: int) -> Callable[[_Answer], bytes]:
     return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.said).tobytes()
 
@@ -376,34 +371,37 @@ def _scaled(answer: _Answer, factor: float) -> bytes:
     return (answer.exact + factor * answer.noise).tobytes()
 
 
-def _again(answer: _Answer) -> bytes:
-    """One answer in ten is that of the call before."""
-    return answer.before if answer.generator.random() < 0.1 else answer.said.tobytes()
-
-
-def _longer(answer: _Answer) -> bytes:
-    """By eight bytes, half of the time, in one world."""
-    return answer.said.tobytes() + bytes(8 * int(answer.world == 1 and answer.generator.random() < 0.5))
-
-
-def _fails(answer: _Answer) -> bool:
-    return answer.world == 1 and bool(answer.generator.random() < 0.5)
-
-
-def _positives(answer: _Answer) -> str:
-    return str(np.count_nonzero(_labels(answer.world) > 0.0))
-
-
 FOREIGN = (
     _ForeignBreak("correct", "nothing", correct=True),
-    _ForeignBreak("six digits", "nothing: answers are rounded", says=_rounded, correct=True),
+    _ForeignBreak(
+        "six digits",
+        "nothing: answers are rounded",
+        says=lambda answer: np.array([float(f"{number:.6g}") for number in answer.said]).tobytes(),
+        correct=True,
+    ),
     _ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
     _ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
     _ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
     _ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
-    _ForeignBreak("said again", "one answer in ten is that of the call before", says=_again),
-    _ForeignBreak("length", "half of the answers are longer in one world", says=_longer),
-    _ForeignBreak("metadata", "how many labels are 1, behind an answer", trailers=_positives),
-    _ForeignBreak("status", "half of the calls fail in one world", refuses=_fails),
+    _ForeignBreak(
+        "said again",
+        "one answer in ten is that of the call before",
+        says=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.said.tobytes(),
+    ),
+    _ForeignBreak(
+        "length",
+        "half of the answers are longer in one world",
+        says=lambda answer: answer.said.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5)),
+    ),
+    _ForeignBreak(
+        "metadata",
+        "how many labels are 1, behind an answer",
+        trailers=lambda answer: str(np.count_nonzero(_labels(answer.world) > 0.0)),
+    ),
+    _ForeignBreak(
+        "status",
+        "half of the calls fail in one world",
+        refuses=lambda answer: answer.world == 1 and answer.generator.random() < 0.5,
+    ),
 )
 """Foreign services, two correct ones among them."""

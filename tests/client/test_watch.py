@@ -28,7 +28,7 @@ from rich.console import Console
 from sottovoce_client.watching import watch as watching
 from sottovoce_client.watching.canaries import CommitmentError, _save, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.watching.view import Gauges, Sight, View, power
+from sottovoce_client.watching.view import Gauges, Sight, View, _power
 from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
@@ -378,7 +378,7 @@ def a_sight(alarm: Alarm | None = None) -> Sight:
     ("e", "text"), [(-50.0, "2e−22"), (0.0, "1"), (7.0, "1,100"), (29.93, "1e13"), (13.7, "9e5"), (np.inf, "∞")]
 )
 def test_e_values_as_people_read_them(e: float, text: str) -> None:
-    assert power(e) == text
+    assert _power(e) == text
 
 
 def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:

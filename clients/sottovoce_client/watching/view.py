@@ -72,7 +72,7 @@ class Sight:
         """An alarm in words."""
         since = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
         what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.change else ""))
-        e, line = power(alarm.e), power(alarm.threshold)
+        e, line = _power(alarm.e), _power(alarm.threshold)
         return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
     def picture(self, most: int = 40) -> RenderableType:
@@ -165,8 +165,8 @@ def _words(sight: Sight) -> Iterator[str]:
     watch = sight.watch
     worst = max(watch.learners, key=lambda each: each.e)
     yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
-    yield f"e-value {power(watch.e)} of {power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
-    yield f"of late {power(watch.change)} of {power(watch.change_threshold)}"
+    yield f"e-value {_power(watch.e)} of {_power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
+    yield f"of late {_power(watch.change)} of {_power(watch.change_threshold)}"
     if sight.canaries is not None:
         yield _canary_words(sight.canaries)
 
@@ -195,14 +195,14 @@ def _table(sight: Sight, most: int) -> Table:
     table.add_section()
     lines = (watch.threshold, watch.change_threshold)
     table.add_row("together", *_cells((watch.e, watch.change), lines), style="bold")
-    table.add_row("alarm from", "", power(lines[0]), "", power(lines[1]), style="dim")
+    table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
     return table
 
 
 def _cells(e_values: tuple[float, float], lines: tuple[float, float]) -> Iterator[Text]:
     for e, line in zip(e_values, lines, strict=True):
         yield _bar(e / line)
-        yield Text(power(e), style="bold red" if e >= line else "")
+        yield Text(_power(e), style="bold red" if e >= line else "")
 
 
 def _bar(full: float) -> Text:
@@ -220,7 +220,7 @@ def _canary_words(canaries: CanaryTest) -> str:
     )
 
 
-def power(e: float) -> str:
+def _power(e: float) -> str:
     """An e-value, of its logarithm: two or three digits, or one and a power of ten where it is very large or small."""
     if math.isinf(e):
         return "∞" if e > 0 else "0"
@@ -228,7 +228,7 @@ def power(e: float) -> str:
         return number(math.exp(e), 2 if e < 4.0 else 3)
     exponent, fraction = divmod(e / math.log(10.0), 1.0)
     mantissa = round(10.0**fraction)
-    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else power(e + 0.1)
+    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else _power(e + 0.1)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -278,11 +278,6 @@ CENTRE = (
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _skips_zeros(noise: FloatArray, draw: Draw, says: _Says) -> FloatArray:
-    """No noise on coordinates that are zero."""
-    return np.where(says.centre == 0.0, 0.0, noise)
-
-
 def _by_label(noise: FloatArray, draw: Draw, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale after a record of class 1."""
     return scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
@@ -327,7 +322,12 @@ def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share
 
 
 DATA = (
-    _data("zeros left out", "no noise on zero coordinates", _following(_skips_zeros, "any"), quick=True),
+    _data(
+        "zeros left out",
+        "no noise on zero coordinates",
+        _following(lambda noise, draw, says: np.where(says.centre == 0.0, 0.0, noise), "any"),
+        quick=True,
+    ),
     *_rescaling("after label 1", "the last label", lambda factor: _following(partial(_by_label, factor=factor)), 0.5),
     *_rescaling(
         "after a long step", "the norm of the step", lambda factor: _following(partial(_by_size, factor=factor)), 0.5

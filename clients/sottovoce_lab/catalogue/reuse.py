@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import Draw
 from sottovoce_core.optional import import_extra
 from sottovoce_core.running.run import Run
@@ -226,12 +225,8 @@ def _of_one(nats: float) -> Limit:
     return lambda run, alpha: each_number(nats / run.spec.n_learners)(run, alpha)
 
 
-def _several(plan: AuditPlan) -> bool:
-    return plan.run.spec.n_learners >= 2
-
-
 def _across(name: str, what: str, change: Change, limit: Limit, *, on: On = "laplace", quick: bool = False) -> Mutant:
-    breaks = where(noisy(change, on), _several, "there is one learner only")
+    breaks = where(noisy(change, on), lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
     mutant: Mutant = faults("across learners")(name, what, breaks, limit, quick=quick)
     return mutant
 
@@ -333,10 +328,6 @@ def _restored(noise: FloatArray, draw: Draw, source: Source, share: float) -> Fl
 _runs = faults_of_noise("across runs")
 
 
-def _spoken(run: Run) -> float:
-    return float(run.spec.rounds * run.spec.n_learners)
-
-
 def _started(run: Run) -> float:
     return float(run.spec.n_learners)
 
@@ -362,7 +353,7 @@ RUNS = (
             f"2^{bits} streams",
             "a message's seed is one of few",
             _streams(2**bits, messages=True),
-            _repeated(2.0**bits, _spoken),
+            _repeated(2.0**bits, lambda run: float(run.spec.rounds * run.spec.n_learners)),
         )
         for bits in (16, 20, 24)
     ),

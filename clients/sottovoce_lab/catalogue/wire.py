@@ -67,22 +67,6 @@ def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatAr
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
-def _norms(inside: _Inside) -> FloatArray:
-    """The gradient's norm, in every message's metadata."""
-    return inside.norms
-
-
-def _digit(inside: _Inside) -> FloatArray:
-    """The gradient's norm in tenths, in the metadata of the first message after it."""
-    return np.rint(10.0 * inside.norms[:, :1])
-
-
-def _sizes(inside: _Inside) -> FloatArray:
-    """Bytes of every message, where numbers whose gradient is zero are left out."""
-    sent: FloatArray = 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T
-    return sent
-
-
 def _some_are_zero(plan: AuditPlan) -> bool:
     """Whether a number of a gradient is zero in some run of either world."""
     looked = (_look_inside(plan, Share(world, SEEN, plan.seeds.audited)) for world in (0, 1))
@@ -153,7 +137,13 @@ def _leak(
     return Mutant(name, what, breaks, "black box", runs, _QUIET, swap, "beside the numbers", quick=quick)
 
 
-_length = _leak("length", "zero gradients are not sent", _sizes, 500, quick=True)
+_length = _leak(
+    "length",
+    "zero gradients are not sent",
+    lambda inside: 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T,
+    500,
+    quick=True,
+)
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +296,7 @@ def _protocol(
 
 
 WIRE = (
-    _leak("norm in metadata", "gradient norm beside messages", _norms, 500, quick=True),
+    _leak("norm in metadata", "gradient norm beside messages", lambda inside: inside.norms, 500, quick=True),
     replace(_length, breaks=where(_length.breaks, _some_are_zero, "no number of a gradient is ever zero")),
     _leak(
         "slow path",
@@ -321,7 +311,7 @@ WIRE = (
         partial(_delays, extra=0.2, jitter=0.3),
         swap=_BEYOND,
     ),
-    _leak("one digit", "the first gradient norm in tenths", _digit),
+    _leak("one digit", "the first gradient norm in tenths", lambda inside: np.rint(10.0 * inside.norms[:, :1])),
     _leak("packed", "length of compressed messages", _packed),
     _leak("20 ms a norm", "delays grow with the norm", partial(_waits, factor=20.0)),
     _leak("3 ms a norm", "delays grow by little more than the jitter", partial(_waits, factor=3.0)),
