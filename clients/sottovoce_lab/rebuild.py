@@ -252,7 +252,7 @@ class Rebuilt:
     """Rebuilt records, and how like the true ones they are; the first of every learner come first.
 
     Attributes:
-        originals, pictures: `(n, features)`, scaled as by `likeness.as_pictures`, without the intercept.
+        originals, pictures: `(n, features)`, scaled as by `_as_pictures`, without the intercept.
         error: mean squared error, mean of all.
         alike: structural similarity, mean of all.
         found: share whose original is the nearest of all records in the run.

@@ -5,6 +5,10 @@ Each bet keeps sums over rounds, `(learners, width)`, and knows the e-value that
 So bets of one learner, of all learners together, and of some rounds only are the same sums, added up otherwise. Every e-value is
 that of numbers which come one after another, each independent standard Laplace given all before it; whatever a stake depends
 on was known before (`seen`).
+
+Stakes mix all bets, since round 0 and in blocks of rounds, for each learner and for all. Half of the stake is on the
+learners, evenly, and half on all of them together: on the same sums added up over learners, which sees what is slight in all,
+and on what they have in common in one round, of which nobody can say whose fault it is.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The watch over a run while it goes on: is every learner's noise, round after round, what is claimed?
 
-The stakes mix all bets, since round 0 and in blocks of rounds, for each learner and for all. Half of the stake is on the
-learners, evenly, and half on all of them together: on the same sums added up over learners, which sees what is slight in all,
-and on what they have in common in one round, of which nobody can say whose fault it is.
-
-Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`stakes`). May be looked at
+Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`bets.Stakes`). May be looked at
 after every round. Of `alpha`, half is for either question; while all claims hold,
 
-1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`stakes`). Half the
+1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`bets.Stakes`). Half the
    learners' mean plus half that of all is one again, so neither half reaches `2/alpha` but with probability at most `alpha/2`,
    in however many rounds (Ville). Who is to blame is named by e-BH at that level, which names nobody before the mean is there:
    k e-values above `4n/(k alpha)`, of n learners, have a mean above `4/alpha`.
