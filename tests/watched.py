@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.keys import Keys
+from sottovoce_core.auditing.online.seen import Keys
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.noise import Draw, SeededNoise

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -20,8 +19,8 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.noise import Noise, SeededNoise
-from sottovoce_lab.breaking import Altered
 from sottovoce_lab.catalogue import CATALOGUE
+from sottovoce_lab.mutants import Altered
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
@@ -37,7 +36,7 @@ _NoiseOf = Callable[[str, int], Noise]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class _Known:
     """The first record of a run, as its learner knows it, and the world that the run is in."""
 
     norm: float
@@ -49,7 +48,6 @@ class _Ending:
     """How a learner ends a stream in the middle of a run; its neighbour opens another one."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
-    text: str = ""
     trailers: _Metadata = ()
 
 
@@ -74,10 +72,10 @@ class BrokenService:
     what: str
     noise: Callable[[AuditPlan], _NoiseOf] | None = None
     takes: Callable[[Batch, int, int], None] | None = None
-    greets: Callable[[Known], _Metadata] | None = None
-    pads: Callable[[Known], int] | None = None
-    ends: Callable[[Known], _Ending | None] | None = None
-    dials: Callable[[Known], int] | None = None
+    greets: Callable[[_Known], _Metadata] | None = None
+    pads: Callable[[_Known], int] | None = None
+    ends: Callable[[_Known], _Ending | None] | None = None
+    dials: Callable[[_Known], int] | None = None
     lost: Callable[[int], bool] | None = None
     sure: bool = True
 
@@ -113,9 +111,9 @@ class _Leaking(Noised):
     async def _prepare(self, run_id: str, told: coordinator_pb2.Assignment) -> None:
         await super()._prepare(run_id, told)
         assert self._session is not None  # noqa: S101 - it was made
-        self.first: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        self.first: asyncio.Future[_Known] = asyncio.get_running_loop().create_future()
         self.halfway, self.ended, self._taken = asyncio.Event(), False, 0
-        self._session.algorithm = _Taking(self._session.algorithm, self._take)
+        self._session.algorithm = _taking(self._session.algorithm, self._take)
 
     @property
     def introduced(self) -> bool:
@@ -160,7 +158,7 @@ class _LeakingFace(Face):
         async for batch in batches:
             if not self._learner.first.done():
                 norm = float(np.linalg.norm(from_tensor(batch.features)[0]))
-                self._learner.first.set_result(Known(norm, self._learner.world))
+                self._learner.first.set_result(_Known(norm, self._learner.world))
             yield batch
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -168,7 +166,7 @@ class _LeakingFace(Face):
         give_turn_back()  # what it leaks is known once its records have come, and they may be of the same caller
         if learner.introduced:
             if broken.pads is not None:
-                context = cast(Context, _Padded(context, broken.pads(await learner.first)))
+                context = _padded(context, broken.pads(await learner.first))
             if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
                 await self._end_halfway(requests, context, ending)
                 return
@@ -189,30 +187,27 @@ class _LeakingFace(Face):
                 return
         self._learner.ended = True
         context.set_trailing_metadata(ending.trailers)
-        await context.abort(ending.code, ending.text)
+        await context.abort(ending.code)
 
 
-@dataclass(frozen=True)
-class _Taking(Altered):
+def _taking(algorithm: Any, take: Callable[[Batch], None]) -> Altered:
     """An algorithm whose records are seen before it learns them."""
 
-    takes: Callable[[Batch], None]
+    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
+        take(batch)
+        return algorithm.listen(state, heard, batch)
 
-    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
-        self.takes(batch)
-        return self.correct.listen(state, heard, batch)
+    return Altered(algorithm, listen=listen)
 
 
-class _Padded(Altered):
+def _padded(context: Context, size: int) -> Context:
     """A stream whose first message has a field more, which nobody knows."""
+    left = [b"\xfa\x07" + bytes([size]) + bytes(size)]  # field 127, of so many bytes
 
-    def __init__(self, correct: Any, size: int) -> None:
-        super().__init__(correct)
-        self.__dict__["left"] = [b"\xfa\x07" + bytes([size]) + bytes(size)]  # field 127, of so many bytes
+    async def write(message: bytes) -> None:
+        await context.write(message + (left.pop() if left else b""))
 
-    async def write(self, message: bytes) -> None:
-        more = self.left.pop() if self.left else b""
-        await self.correct.write(message + more)
+    return cast(Context, Altered(context, write=write))
 
 
 def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[Noised]:
@@ -251,97 +246,80 @@ def _one_seed(plan: AuditPlan) -> _NoiseOf:
     )
 
 
-def _waits(batch: Batch, t: int, world: int, *, milliseconds: float, size: Callable[[Batch], float]) -> None:
-    time.sleep(milliseconds * size(batch) / 1e3)
+def _waits(milliseconds: float, size: Callable[[Batch], float]) -> Callable[[Batch, int, int], None]:
+    """Take longer over every round, by a size of its records."""
+    return lambda batch, t, world: time.sleep(milliseconds * size(batch) / 1e3)
 
 
 def _norm(batch: Batch) -> float:
     return float(np.linalg.norm(batch.features))
 
 
-def _label(batch: Batch) -> float:
-    return float(batch.labels.max())
+def _raises(error: Callable[[], Exception], share: float) -> Callable[[Batch, int, int], None]:
+    """Fail in some runs of one world, after the first message."""
+
+    def take(batch: Batch, t: int, world: int) -> None:
+        if t == 0 and world == 1 and random.random() < share:  # noqa: S311 - no secret
+            raise error()
+
+    return take
 
 
-def _raises(batch: Batch, t: int, world: int, *, error: Callable[[], Exception], share: float) -> None:
-    """In some runs of one world, after the first message."""
-    if t == 0 and world == 1 and random.random() < share:  # noqa: S311 - no secret
-        raise error()
-
-
-def _out_of_budget() -> Exception:
-    return BudgetExhausted("the next message would be too dear")
-
-
-def _in_tenths(known: Known) -> _Metadata:
+def _in_tenths(known: _Known) -> _Metadata:
     return (("x-norm", f"{known.norm:.1f}"),)
 
 
-def _with_trailers(known: Known) -> _Ending:
-    return _Ending(trailers=_in_tenths(known))
-
-
-def _with_code(known: Known) -> _Ending:
-    return _Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[known.world])
-
-
-def _in_one_world(known: Known) -> _Ending | None:
-    return _Ending() if known.world == 1 else None
-
-
-def _if_loud(known: Known) -> int:
-    return int(known.norm > 0.5)
-
-
-def _lost(world: int, share: float) -> bool:
-    return world == 1 and random.random() < share  # noqa: S311 - no secret
-
+_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 ON_NETWORK = (
     BrokenService("correct", "nothing"),
-    *(
-        BrokenService(name, what, noise=_as_simulated(name))
-        for name, what in (
-            ("half the noise", "noise of half its scale"),
-            ("0.9 of the scale", "noise of another scale"),
-            ("float32", "noise of 24 significant bits"),
-            ("two rounds later", "noise said again two rounds later"),
-        )
-    ),
+    BrokenService("half the noise", "noise of half its scale", noise=_as_simulated("half the noise")),
+    BrokenService("0.9 of the scale", "noise of another scale", noise=_as_simulated("0.9 of the scale")),
+    BrokenService("float32", "noise of 24 significant bits", noise=_as_simulated("float32")),
+    BrokenService("two rounds later", "noise said again two rounds later", noise=_as_simulated("two rounds later")),
     BrokenService("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
-    *(
-        BrokenService(
-            f"{milliseconds:g} ms a {by}",
-            f"rounds last longer by a record's {by}",
-            takes=partial(_waits, milliseconds=milliseconds, size=size),
-            sure=False,
-        )
-        for milliseconds, by, size in ((20.0, "norm", _norm), (5.0, "norm", _norm), (20.0, "label", _label))
+    BrokenService("20 ms a norm", "rounds last longer by a record's norm", takes=_waits(20.0, _norm), sure=False),
+    BrokenService("5 ms a norm", "rounds last longer by a record's norm", takes=_waits(5.0, _norm), sure=False),
+    BrokenService(
+        "20 ms a label",
+        "rounds last longer by a record's label",
+        takes=_waits(20.0, lambda batch: float(batch.labels.max())),
+        sure=False,
     ),
     BrokenService("metadata", "a norm in tenths before the answers", greets=_in_tenths),
     BrokenService("length", "a hello is longer by a record's norm", pads=lambda known: int(10.0 * known.norm)),
-    *(
-        BrokenService(name, what, ends=ends)
-        for name, what, ends in (
-            ("trailers", "a norm in tenths behind a stream that ends", _with_trailers),
-            ("status", "a stream ends with another code in one world", _with_code),
-            ("reconnect", "a stream ends early in one world", _in_one_world),
-        )
+    BrokenService(
+        "trailers",
+        "a norm in tenths behind a stream that ends",
+        ends=lambda known: _Ending(trailers=_in_tenths(known)),
     ),
-    *(
-        BrokenService(name, what, takes=partial(_raises, error=error, share=share))
-        for name, what, error, share in (
-            ("50 % fail", "runs of one world fail", RuntimeError, 0.5),
-            ("20 % fail", "runs of one world fail", RuntimeError, 0.2),
-            ("50 % end early", "a learner of one world falls silent", _out_of_budget, 0.5),
-        )
+    BrokenService(
+        "status", "a stream ends with another code in one world", ends=lambda known: _Ending(_CODES[known.world])
     ),
-    BrokenService("20 % are lost", "captures of one world are missing", lost=partial(_lost, share=0.2)),
+    BrokenService(
+        "reconnect", "a stream ends early in one world", ends=lambda known: _Ending() if known.world == 1 else None
+    ),
+    BrokenService("50 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.5)),
+    BrokenService("20 % fail", "runs of one world fail", takes=_raises(RuntimeError, 0.2)),
+    BrokenService(
+        "50 % end early",
+        "a learner of one world falls silent",
+        takes=_raises(lambda: BudgetExhausted("the next message would be too dear"), 0.5),
+    ),
+    BrokenService(
+        "20 % are lost",
+        "captures of one world are missing",
+        lost=lambda world: world == 1 and random.random() < 0.2,  # noqa: S311 - no secret
+    ),
 )
 """Learners of real services, a correct one among them."""
 
 BY_WIRETAP = (
     BrokenService("correct", "nothing"),
-    BrokenService("another connection", "opened and dropped after a loud first record", dials=_if_loud),
+    BrokenService(
+        "another connection",
+        "opened and dropped after a loud first record",
+        dials=lambda known: int(known.norm > 0.5),
+    ),
 )
 """Learners of real services whose channels are encrypted; what is wrong passes beside gRPC, where a relay hears nothing."""

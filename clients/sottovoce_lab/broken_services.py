@@ -22,7 +22,8 @@ import numpy as np
 from structlog.testing import capture_logs
 
 from sottovoce_client.auditing.audit import AuditRequest
-from sottovoce_client.auditing.captures import audit_of, find
+from sottovoce_client.auditing.captures import audit_of
+from sottovoce_client.auditing.captures import find as captures_in
 from sottovoce_client.auditing.foreign_runs import read_runs
 from sottovoce_client.auditing.network import audit_ciphertext, coins, in_turn, plan_for_ciphertext
 from sottovoce_client.auditing.started import Started, started
@@ -32,7 +33,6 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_client.terminal import say_nothing
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.experiment import Prepared
@@ -42,8 +42,8 @@ from sottovoce_eavesdropper.relay import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BrokenService, Noised, learners_of
-from sottovoce_lab.measuring import CONFIDENCE, Served, served
-from sottovoce_lab.trial import BASES, Base, seen_by
+from sottovoce_lab.mutants import BASES, Base
+from sottovoce_lab.trial import CONFIDENCE, Power, Where, find, found_in
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.server import listen_on
@@ -65,44 +65,47 @@ _ACCEPTING, _CALLING = 1, 0
 """The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
 other one opens them, so it can open more."""
 
+_LISTENING: dict[Way, tuple[Where, int]] = {
+    "relay": ("on real services", _ACCEPTING),
+    "wiretap": ("by wiretap", _CALLING),
+}
 
-def measure_on_network(
-    broken: BrokenService, *, rungs: Sequence[int] = SERVED_RUNGS, audits: int = SERVED_AUDITS, seed: int = 0
-) -> Served:
-    """Run real services in two worlds, and audit what relays heard.
+
+def _blank(broken: BrokenService | _ForeignBreak, kind: Where, rungs: Sequence[int], audits: int) -> Power:
+    return Power(broken.name, broken.what, kind, max(rungs), audits, correct=broken.correct, sure=broken.sure)
+
+
+def measure_service(
+    broken: BrokenService,
+    capture: Way,
+    *,
+    rungs: Sequence[int] = SERVED_RUNGS,
+    audits: int = SERVED_AUDITS,
+    seed: int = 0,
+) -> Power:
+    """Run real services in two worlds, and audit what relays heard, or what wiretaps noted of encrypted channels.
 
     Args:
         broken: what is wrong with them.
+        capture: who listens.
         rungs: runs of each world.
         audits: with each number of runs.
         seed: of coins and audits; noise and times are those of the machine.
     """
-    blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits, sure=broken.sure)
+    kind, learner = _LISTENING[capture]
 
     def found_by(runs: int, each: int) -> str:
-        plan = plan_beside_numbers(BASE, runs, each, learner=_ACCEPTING)
-        with made_with(broken, plan, "relay") as made:
-            return _found_in_audit(audit_of(plan, made, say_nothing))
+        plan = _plan_beside_numbers(BASE, runs, each, learner=learner)
+        with _made_with(broken, plan, capture) as made:
+            if capture == "relay":
+                done = audit_of(plan, made, say_nothing)
+                return found_in(done.found) if done.verdict.kind == "refuted" else ""
+            return _found_in_calls(audit_ciphertext(plan, made, each, say_nothing))
 
-    return served(blank, found_by, rungs, seed)
-
-
-def measure_by_wiretap(
-    broken: BrokenService, *, rungs: Sequence[int] = SERVED_RUNGS, audits: int = SERVED_AUDITS, seed: int = 0
-) -> Served:
-    """Run real services whose channels are encrypted in two worlds, and audit what wiretaps noted; arguments as above."""
-    blank = Served(broken.name, broken.what, "by wiretap", broken.correct, max(rungs), audits, sure=broken.sure)
-
-    def found_by(runs: int, each: int) -> str:
-        plan = plan_beside_numbers(BASE, runs, each)
-        with made_with(broken, plan, "wiretap") as made:
-            done = audit_ciphertext(plan, made, each, say_nothing)
-        return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
-
-    return served(blank, found_by, rungs, seed)
+    return find(_blank(broken, kind, rungs, audits), found_by, rungs, seed)
 
 
-def plan_beside_numbers(
+def _plan_beside_numbers(
     base: Base, runs: int, seed: int, confidence: float = CONFIDENCE, *, learner: int = _CALLING
 ) -> AuditPlan:
     """An audit of what passes beside numbers: a loud record against a silent one, which whatever depends on a norm tells apart.
@@ -120,22 +123,13 @@ def plan_beside_numbers(
 
 
 @contextmanager
-def made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+def _made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
     """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
     with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
         pairs = in_turn(plan)
         ledger = asyncio.run(_make_runs(broken, plan, pairs, Path(folder), capture))
-        captures = find(open_folder(Path(folder) / "captures"))
+        captures = captures_in(open_folder(Path(folder) / "captures"))
         yield started(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
-
-
-def _found_in_audit(done: Audit) -> str:
-    """The part of the audit that refutes the claim most clearly, or the first family that does; empty: none does."""
-    if done.verdict.kind != "refuted":
-        return ""
-    rejecting = [test for test in done.found.tests if test.rejects]
-    strongest = min(rejecting, key=lambda test: test.p_value / test.level, default=None)
-    return next(iter(seen_by(done.found)), "") if strongest is None else str(strongest.part)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -309,7 +303,7 @@ def _decode(method: str, direction: str, payload: bytes) -> dict[str, FloatArray
 
 def measure_foreign(
     broken: _ForeignBreak, *, rungs: Sequence[int] = CALLED_RUNGS, audits: int = CALLED_AUDITS, seed: int = 0
-) -> Served:
+) -> Power:
     """Call a service in two worlds through relays, and audit what they heard.
 
     Args:
@@ -318,22 +312,21 @@ def measure_foreign(
         audits: with each number of runs.
         seed: of coins, parameters, noise and audits.
     """
-    blank = Served(broken.name, broken.what, "foreign services", broken.correct, max(rungs), audits, sure=broken.sure)
+    blank = _blank(broken, "foreign services", rungs, audits)
 
     def found_by(runs: int, each: int) -> str:
         with tempfile.TemporaryDirectory() as folder, capture_logs():
             asyncio.run(_make_calls(broken, 2 * runs, Path(folder), each))
             heard = read_runs(folder, _decode, "stream").runs
-        return _found_in_calls(audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each))
+        done = audit_conversations(heard, claim=_EPSILON, confidence=CONFIDENCE, seed=each)
+        return _found_in_calls(done) or next((sign.test for sign in done.signs), "")
 
-    return served(blank, found_by, rungs, seed)
+    return find(blank, found_by, rungs, seed)
 
 
 def _found_in_calls(done: ForeignAudit) -> str:
-    """The view that refutes the claim, or what was said twice; empty: nothing is."""
-    if done.verdict.kind == "refuted":
-        return max(done.found.bounds, key=lambda bound: bound.value).view
-    return next((sign.test for sign in done.signs), "")
+    """The view that refutes the claim; empty: none does."""
+    return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
 
 
 async def _make_calls(broken: _ForeignBreak, runs: int, folder: Path, seed: int) -> None:
@@ -370,11 +363,6 @@ async def _relayed(
 # ---- breaks ----------------------------------------------------------------------------------------------------------
 
 
-def _rounded(answer: _Answer) -> bytes:
-    """To six significant digits."""
-    return np.array([float(f"{number:.6g}") for number in answer.said]).tobytes()
-
-
 def _without_noise_on(*places: int) -> Callable[[_Answer], bytes]:
     return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.said).tobytes()
 
@@ -383,34 +371,37 @@ def _scaled(answer: _Answer, factor: float) -> bytes:
     return (answer.exact + factor * answer.noise).tobytes()
 
 
-def _again(answer: _Answer) -> bytes:
-    """One answer in ten is that of the call before."""
-    return answer.before if answer.generator.random() < 0.1 else answer.said.tobytes()
-
-
-def _longer(answer: _Answer) -> bytes:
-    """By eight bytes, half of the time, in one world."""
-    return answer.said.tobytes() + bytes(8 * int(answer.world == 1 and answer.generator.random() < 0.5))
-
-
-def _fails(answer: _Answer) -> bool:
-    return answer.world == 1 and bool(answer.generator.random() < 0.5)
-
-
-def _positives(answer: _Answer) -> str:
-    return str(np.count_nonzero(_labels(answer.world) > 0.0))
-
-
 FOREIGN = (
     _ForeignBreak("correct", "nothing", correct=True),
-    _ForeignBreak("six digits", "nothing: answers are rounded", says=_rounded, correct=True),
+    _ForeignBreak(
+        "six digits",
+        "nothing: answers are rounded",
+        says=lambda answer: np.array([float(f"{number:.6g}") for number in answer.said]).tobytes(),
+        correct=True,
+    ),
     _ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
     _ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
     _ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
     _ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
-    _ForeignBreak("said again", "one answer in ten is that of the call before", says=_again),
-    _ForeignBreak("length", "half of the answers are longer in one world", says=_longer),
-    _ForeignBreak("metadata", "how many labels are 1, behind an answer", trailers=_positives),
-    _ForeignBreak("status", "half of the calls fail in one world", refuses=_fails),
+    _ForeignBreak(
+        "said again",
+        "one answer in ten is that of the call before",
+        says=lambda answer: answer.before if answer.generator.random() < 0.1 else answer.said.tobytes(),
+    ),
+    _ForeignBreak(
+        "length",
+        "half of the answers are longer in one world",
+        says=lambda answer: answer.said.tobytes() + bytes(8 * (answer.world == 1 and answer.generator.random() < 0.5)),
+    ),
+    _ForeignBreak(
+        "metadata",
+        "how many labels are 1, behind an answer",
+        trailers=lambda answer: str(np.count_nonzero(_labels(answer.world) > 0.0)),
+    ),
+    _ForeignBreak(
+        "status",
+        "half of the calls fail in one world",
+        refuses=lambda answer: answer.world == 1 and answer.generator.random() < 0.5,
+    ),
 )
 """Foreign services, two correct ones among them."""

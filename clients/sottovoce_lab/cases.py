@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ from sottovoce_lab.rebuild import Rebuilt, rebuild
 
 _ROUNDING = 1e-9
 """Decisions closer than this, relative to the largest, are equal."""
+
+_CONFIDENCE = 0.95
 
 _Pair = tuple[LearnerData, LearnerData]
 """What every learner holds in world 0 and in world 1."""
@@ -114,7 +118,7 @@ def _decided(run: Run, transcript: Transcript, learner: int, pair: _Pair) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class GuessingRate:
+class _GuessingRate:
     """Guesses of the world by the sign of the score.
 
     Attributes:
@@ -138,21 +142,18 @@ class GuessingRate:
         return self.correct / self.runs
 
 
-def _guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> GuessingRate:
-    """Guess the world of every run; a score of 0 is met by a coin.
+def _guess(scores: Sequence[FloatArray], seed: int) -> _GuessingRate:
+    """Guess the world of every run, by scores of the runs of world 0 and of world 1; a score of 0 is met by a coin.
 
-    Args:
-        scores: of the runs of world 0, and of world 1.
-        seed: of the coins.
-        confidence: of the interval, two-sided, and of the bound, one-sided.
+    The confidence of the interval is two-sided, that of the bound one-sided.
     """
     generator, (first, second) = np.random.default_rng(seed), scores
     coins = [generator.random(len(each)) < 0.5 for each in scores]
     right = (first > 0) | ((first == 0) & coins[0]), (second < 0) | ((second == 0) & coins[1])
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
-    low, high = interval(correct, runs, confidence)
-    return GuessingRate(
-        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *_roc(first, second)
+    low, high = interval(correct, runs, _CONFIDENCE)
+    return _GuessingRate(
+        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - _CONFIDENCE), *_roc(first, second)
     )
 
 
@@ -187,32 +188,6 @@ _NETWORK = {
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
-    """One transcript attacked: a row of pictures.
-
-    Attributes:
-        label: what protects it.
-        rebuilt: what the attack made of it.
-    """
-
-    label: str
-    rebuilt: Rebuilt
-
-
-@dataclass(frozen=True, slots=True)
-class Exhibit:
-    """One attack on several transcripts of the same records.
-
-    Attributes:
-        name: a key of `exhibits.WORDS`.
-        strips: all of them; without any, what the attack needs is not installed.
-    """
-
-    name: str
-    strips: tuple[Strip, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Membership:
     """Guesses whether a record was learned.
 
@@ -230,27 +205,61 @@ class Membership:
     seen: str
     claim: float
     covered: bool
-    guessed: GuessingRate
+    guessed: _GuessingRate
+
+
+Attacked = Mapping[str, Rebuilt]
+"""Transcripts of the same records under one attack: what protects each, and what the attack made of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """All that is shown."""
+    """All that is shown.
 
-    exhibits: tuple[Exhibit, ...]
+    Attributes:
+        attacks: by name; without any transcript, what the attack needs is not installed.
+        memberships: guesses whether a record was learned.
+        source: what was overheard; empty: simulated runs.
+    """
+
+    attacks: Mapping[str, Attacked]
     memberships: tuple[Membership, ...] = ()
     source: str = ""
+
+
+def simulated_gallery(
+    epsilons: Sequence[float], runs: int, seed: int, during: Callable[[str], AbstractContextManager[object]]
+) -> Gallery:
+    """Run every attack on simulated runs over scikit-learn's digits.
+
+    Args:
+        epsilons: noise of the pictures, per record over the whole run.
+        runs: for the guesses of membership.
+        seed: of noise, coins and searches.
+        during: shows what is being done, while it is.
+    """
+    with during("reading records off gradients"):
+        read = _with_and_without_noise(_linear, epsilons, seed)
+    searched: Attacked = {}
+    if find_spec("torch") is not None:
+        with during("searching for records that fit a network's gradients"):
+            searched = _with_and_without_noise(_network, epsilons, seed, rounds=1)
+    with during("reading records off gossip"):
+        overheard = _gossip(epsilons, seed)
+    with during("guessing what was learned"):
+        guesses = tuple(_guessed(*setting, runs, seed + k) for k, setting in enumerate(_MEMBERSHIPS))
+    return Gallery({"linear": read, "network": searched, "gossip": overheard}, guesses)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def linear(epsilon: float) -> dict[str, Any]:
+def _linear(epsilon: float) -> dict[str, Any]:
     """A linear model of ten classes."""
     return {"rounds": _ROUNDS, "algorithm": _descent(epsilon), "loss": {"kind": "softmax", "classes": 10}}
 
 
-def network(epsilon: float) -> dict[str, Any]:
+def _network(epsilon: float) -> dict[str, Any]:
     """A small network, in the one round whose parameters are not trained."""
     return {"rounds": 2, "algorithm": _descent(epsilon), "loss": _NETWORK, "data": {"intercept": False}}
 
@@ -260,26 +269,21 @@ def _descent(epsilon: float) -> dict[str, Any]:
     return {"name": "pd-ogd", "step": _STEP, "noise": noise}
 
 
-def exhibit(
-    name: str, spec_of: Callable[[float], dict[str, Any]], epsilons: Sequence[float], seed: int, rounds: int = 8
-) -> Exhibit:
+def _with_and_without_noise(
+    spec_of: Callable[[float], dict[str, Any]], epsilons: Sequence[float], seed: int, rounds: int = 8
+) -> Attacked:
     """One attack without noise, and with noise of every epsilon.
 
     Args:
-        name: of the attack.
         spec_of: the run, given epsilon.
         epsilons: of the noise.
         seed: of noise and searches.
         rounds: records of every learner to rebuild.
     """
-    strips = []
-    for epsilon in (math.inf, *epsilons):
-        prepared = _prepared(spec_of(epsilon))
-        strips.append(Strip(_label(epsilon), _attacked(prepared, seed, rounds)))
-    return Exhibit(name, tuple(strips))
+    return {_label(each): _attacked(spec_of(each), seed, rounds) for each in (math.inf, *epsilons)}
 
 
-def gossip(epsilons: Sequence[float], seed: int) -> Exhibit:
+def _gossip(epsilons: Sequence[float], seed: int) -> Attacked:
     """PD-FTGL as published, with the smallest epsilon for its decisions, and with its noise on the wire."""
 
     def spec(epsilon: float, placement: str) -> dict[str, Any]:
@@ -292,10 +296,9 @@ def gossip(epsilons: Sequence[float], seed: int) -> Exhibit:
         }
 
     smallest = min(epsilons)
-    published = _attacked(_prepared(spec(smallest, "after_gossip")), seed, 8)
-    strips = [Strip(f"as published, ε = {number(smallest)} for decisions", published)]
-    strips += [Strip(_label(each), _attacked(_prepared(spec(each, "before_gossip")), seed, 8)) for each in epsilons]
-    return Exhibit("gossip", tuple(strips))
+    published = _attacked(spec(smallest, "after_gossip"), seed)
+    noised = {_label(each): _attacked(spec(each, "before_gossip"), seed) for each in epsilons}
+    return {f"as published, ε = {number(smallest)} for decisions": published, **noised}
 
 
 def _label(epsilon: float) -> str:
@@ -307,8 +310,9 @@ def _prepared(document: Mapping[str, Any]) -> Prepared:
     return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", imports=True))
 
 
-def _attacked(prepared: Prepared, seed: int, rounds: int) -> Rebuilt:
+def _attacked(document: Mapping[str, Any], seed: int, rounds: int = 8) -> Rebuilt:
     """Simulate, overhear, attack."""
+    prepared = _prepared(document)
     heard = Transcript.of(step.message for step in simulate(prepared.run, prepared.data, SeededNoise(seed)))
     return rebuild(prepared.run, prepared.data, heard, rounds=rounds, seed=seed)
 
@@ -327,11 +331,6 @@ _MEMBERSHIPS = (
     ("dpsda-c", "clean", 1.0, _DIGIT, "messages and decisions"),
 )
 """Algorithm, where decisions come from, epsilon of all learners together, the pair of records, what is seen."""
-
-
-def memberships(runs: int, seed: int) -> tuple[Membership, ...]:
-    """Guess, in every setting, whether all learners held a record or another one."""
-    return tuple(_guessed(*setting, runs, seed + k) for k, setting in enumerate(_MEMBERSHIPS))
 
 
 def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, runs: int, seed: int) -> Membership:

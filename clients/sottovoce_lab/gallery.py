@@ -7,7 +7,6 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +29,8 @@ from sottovoce_core.optional import get_extra
 from sottovoce_core.spec import parse_spec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_lab.cases import Exhibit, Gallery, Membership, Strip, exhibit, gossip, linear, memberships, network
-from sottovoce_lab.rebuild import rebuild
+from sottovoce_lab.cases import Attacked, Gallery, Membership, simulated_gallery
+from sottovoce_lab.rebuild import Rebuilt, rebuild
 
 # ---- exhibits --------------------------------------------------------------------------------------------------------
 
@@ -58,13 +57,12 @@ class _Image(NamedTuple):
     label: str
 
 
-def gallery_page(shown: Gallery) -> Page:
+def _gallery_page(shown: Gallery) -> Page:
     """All attacks, and all guesses."""
-    attacked = [(each.name, each.strips, list(_rows(each.strips)), _faded_at(each.strips)) for each in shown.exhibits]
-    first = [strips[0].rebuilt for _, strips, _, _ in attacked if strips]
+    first = [next(iter(made.values())) for made in shown.attacks.values() if made]
     values = {
         "source": shown.source,
-        "attacked": attacked,
+        "attacked": [(name, list(_rows(made)), _faded_at(made)) for name, made in shown.attacks.items()],
         "titles": _TITLES,
         "total": sum(len(each.pictures) for each in first),
         "right": round(sum(each.found * len(each.pictures) for each in first)),
@@ -77,23 +75,19 @@ def gallery_page(shown: Gallery) -> Page:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _faded_at(strips: Sequence[Strip]) -> Strip | None:
-    """The first strip whose pictures are gone."""
-    return next((each for each in strips[1:] if each.rebuilt.found < 0.05), None)
+def _faded_at(attacked: Attacked) -> tuple[str, Rebuilt] | None:
+    """The first transcript after the plain one whose pictures are gone."""
+    return next(((label, made) for label, made in list(attacked.items())[1:] if made.found < 0.05), None)
 
 
-def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[_Image], Sequence[str]]]:
+def _rows(attacked: Attacked) -> Iterator[tuple[str, list[_Image], Sequence[str], Rebuilt]]:
     """The true records, and what was made of them in each transcript: a label, pictures, figures."""
-    if strips:
-        yield "the true records", _images(strips[0].rebuilt.originals, "the true records"), ("",) * 4
-    for each in strips:
-        made = each.rebuilt
+    for k, (label, made) in enumerate(attacked.items()):
+        if k == 0:
+            yield "the true records", _images(made.originals, "the true records"), ("",) * 4, made
         error = number(made.error, 2) if made.error >= _LEAST_ERROR else "< 1e−9"
-        yield (
-            each.label,
-            _images(made.pictures, each.label),
-            (error, number(made.alike, 2), share(made.found), share(made.told)),
-        )
+        figures = error, number(made.alike, 2), share(made.found), share(made.told)
+        yield label, _images(made.pictures, label), figures, made
 
 
 def _images(pictures: FloatArray, label: str) -> list[_Image]:
@@ -160,33 +154,18 @@ def _roc(rows: Sequence[Membership]) -> Figure:
 # ---- gallery ---------------------------------------------------------------------------------------------------------
 
 
-def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> int:
-    """Run every attack on simulated runs over scikit-learn's digits, print figures, write `gallery.json` and `gallery.html`.
-
-    Returns the exit code.
+def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int) -> int:
+    """Run every attack on simulated runs, print figures, write `gallery.json` and `gallery.html`; returns the exit code.
 
     Args:
         folder: where to.
-        epsilons: noise of the pictures, per record over the whole run.
-        runs: for the guesses of membership.
-        seed: of noise, coins and searches.
-        console: where to print (default: standard output).
+        epsilons, runs, seed: as of `simulated_gallery`.
 
     Raises:
         SpecError: scikit-learn, scipy or Jinja2 are not installed.
     """
-    console = console or terminal.console()
-    with console.status("reading records off gradients"):
-        read = exhibit("linear", linear, epsilons, seed)
-    with console.status("searching for records that fit a network's gradients"):
-        searched = Exhibit("network", ())
-        if find_spec("torch") is not None:
-            searched = exhibit("network", network, epsilons, seed, rounds=1)
-    with console.status("reading records off gossip"):
-        overheard = gossip(epsilons, seed)
-    with console.status("guessing what was learned"):
-        guesses = memberships(runs, seed)
-    return _publish(Gallery((read, searched, overheard), guesses), folder, console)
+    console = terminal.console()
+    return _publish(simulated_gallery(epsilons, runs, seed, console.status), folder, console)
 
 
 def gallery_of(
@@ -228,10 +207,10 @@ def gallery_of(
     epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
     label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
     with console.status("attacking"):
-        strip = Strip(label, rebuild(run, prepared.data, heard, seed=seed))
+        made = rebuild(run, prepared.data, heard, seed=seed)
     where = found.place.name.rpartition("/")[2]
     source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {where}"
-    return _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
+    return _publish(Gallery({"capture": {label: made}}, source=source), folder, console)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -242,7 +221,7 @@ def _publish(shown: Gallery, folder: Path, console: Console) -> int:
     write_json(folder / "gallery.json", _document(shown), opener=opener)
     _print(shown, console)
     page = folder / "gallery.html"
-    code = terminal.attempt(str(page), lambda: gallery_page(shown).write(page, opener=opener))
+    code = terminal.attempt(str(page), lambda: _gallery_page(shown).write(page, opener=opener))
     console.out(f"{folder}: gallery.json{'' if code else ', gallery.html'}", highlight=False)
     return code
 
@@ -252,7 +231,9 @@ def _document(shown: Gallery) -> dict[str, Any]:
     return {
         "source": shown.source or "simulated on scikit-learn's digits",
         # By attack; empty: what it needs is not installed.
-        "attacks": {each.name: [_attacked(strip) for strip in each.strips] for each in shown.exhibits},
+        "attacks": {
+            name: [_document_of(label, each) for label, each in made.items()] for name, made in shown.attacks.items()
+        },
         "membership": [
             {
                 "algorithm": each.algorithm,  # and where its decisions come from
@@ -270,11 +251,10 @@ def _document(shown: Gallery) -> dict[str, Any]:
     }
 
 
-def _attacked(strip: Strip) -> dict[str, Any]:
+def _document_of(protection: str, made: Rebuilt) -> dict[str, Any]:
     """One transcript attacked."""
-    made = strip.rebuilt
     return {
-        "protection": strip.label,
+        "protection": protection,
         "records": len(made.pictures),  # rebuilt
         "mean_squared_error": made.error,
         "similarity": made.alike,  # 1 if equal, about 0 if unrelated
@@ -290,15 +270,14 @@ def _print(shown: Gallery, console: Console) -> None:
     table = terminal.table("attack", "protection")
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
-    for each in shown.exhibits:
-        title = _TITLES[each.name]
-        for k, strip in enumerate(each.strips):
-            figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
-            table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
-        if not each.strips:
-            table.add_row(title, Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
+    for name, attacked in shown.attacks.items():
+        for k, (label, made) in enumerate(attacked.items()):
+            figures = number(made.alike, 2), share(made.found), share(made.told)
+            table.add_row("" if k else _TITLES[name], label, *figures, end_section=k == len(attacked) - 1)
+        if not attacked:
+            table.add_row(_TITLES[name], Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
     console.print(table)
-    if not all(each.strips for each in shown.exhibits):
+    if not all(shown.attacks.values()):
         console.print(Text(f"The search needs PyTorch: {_GET_TORCH}"))
     if shown.memberships:
         console.print(_guesses_table(shown.memberships))

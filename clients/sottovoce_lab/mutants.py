@@ -1,28 +1,33 @@
-"""The class `Mutant`: a learner that is correct but for one fault, which an audit must find.
+"""The class `Mutant`: a learner that is correct but for one fault, which an audit must find; and what faults are made from.
 
-A mutant says how it breaks a run, on which small run it is tried (`trial.BASES`), which family of tests is expected to see it,
+A mutant says how it breaks a run, on which small run it is tried (`BASES`), which family of tests is expected to see it,
 and within how many runs of each world. All of them: `catalogue`. One of your own::
 
-    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(times(0.7)), "conformance", 20)
+
+The limit of a mutant is by information: how many runs carry enough evidence for the best of all tests. A fault whose numbers
+follow Q where P is claimed gives KL(Q || P) nats each, on average. A test at a level alpha that knew the fault beforehand would
+need about `ln(1/alpha)` nats (Stein), and no other test needs fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from sottovoce_core.algorithms.interface import Heard, Message
-from sottovoce_core.arrays import Batch, FloatArray
+from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import NoiseOf, Worlds, children
-from sottovoce_core.data import PlacedData
+from sottovoce_core.auditing.worlds import NoiseOf, Share, Worlds, children, numbers_of
+from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
-from sottovoce_core.running.run import Run
-from sottovoce_lab.breaking import Altered, Change, Doctored, Inside, Limit, changed, laws
+from sottovoce_core.noise import Draw, Law, Noise, SeededNoise, no_noise
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.simulator import simulate
+from sottovoce_core.spec import parse_spec
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
@@ -52,19 +57,26 @@ class Broken:
         noise: where its noise comes from.
         actual: what runs.
         understated: its claim is this part of what holds.
-        leak: what it gives away beside its numbers, `(runs, features)`.
-        heard: its messages, where numbers do not show what is wrong with them.
+        leak: what it gives away beside its numbers in some runs, `(runs, features)`.
+        noticed: what its messages show in one run whatever their numbers, where these do not show what is wrong: family to a
+            sentence.
     """
 
     noise: NoiseOf = SeededNoise
     actual: Run | None = None
     understated: float = 1.0
-    leak: Callable[[Inside], FloatArray] | None = None
-    heard: Doctored | None = None
+    leak: Callable[[AuditPlan, Share], FloatArray] | None = None
+    noticed: Callable[[AuditPlan], Mapping[Family, str]] | None = None
 
 
 Breaks = Callable[[AuditPlan], Broken]
 Swap = Callable[[Run, PlacedData, int], Worlds]
+
+Limit = Callable[[Run, float], float]
+"""From a run and a level to the runs of each world that carry enough evidence; conformance looks at both worlds."""
+
+SEEN, MOST = 20, 2000
+"""Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +120,154 @@ def faults(kind: Kind) -> Callable[..., Mutant]:
     return fault
 
 
-# ---- how -------------------------------------------------------------------------------------------------------------
+def faults_of_noise(kind: Kind) -> Callable[..., Mutant]:
+    """The same of mutants whose noise is changed, Laplace noise unless more is given."""
+    fault = faults(kind)
+
+    def of_noise(
+        name: str, what: str, change: Change, limit: Limit | None = None, *, on: On = "laplace", **more: Any
+    ) -> Mutant:
+        return fault(name, what, noisy(change, on), limit, **more)
+
+    return of_noise
 
 
-def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
-    """Other noise. `make` gets a generator, and is asked once for every source."""
+# ---- evidence --------------------------------------------------------------------------------------------------------
+
+FOUND = 0.9
+"""The probability with which something is to be found."""
+
+
+def each_number(nats: float, share: float = 1.0) -> Limit:
+    """So much evidence in every number that any learner says, on average; all of it in a share of them."""
+    return lambda run, alpha: _enough(alpha, nats, share, numbers_of(run))
+
+
+def each_message(nats: float, share: float = 1.0) -> Limit:
+    """So much in every message."""
+    return lambda run, alpha: _enough(alpha, nats, share, run.spec.rounds * run.spec.n_learners)
+
+
+def each_run(nats: float, share: float = 1.0) -> Limit:
+    """So much in every run."""
+    return lambda run, alpha: _enough(alpha, nats, share, 1)
+
+
+def _enough(alpha: float, nats: float, share: float, count: int) -> float:
+    """Runs of each world; there are two. What is seldom must happen once at all."""
+    happens = math.log(1.0 / (1.0 - FOUND)) / share if share < 1.0 else 0.0
+    return max(math.log(1.0 / alpha) / nats, happens) / (2.0 * count)
+
+
+def event(broken: float, claimed: float) -> float:
+    """Nats of whether something happens: its probability, and the claimed one."""
+    return _term(broken, claimed) + _term(1.0 - broken, 1.0 - claimed)
+
+
+def _term(broken: float, claimed: float) -> float:
+    return 0.0 if broken == 0.0 else broken * math.log(broken / claimed)
+
+
+def rescaled(factor: float) -> float:
+    """Nats of a number whose scale is another one."""
+    return factor - 1.0 - math.log(factor)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Source:
+    """What a broken source of noise has beside the correct noise.
+
+    Attributes:
+        generator: of random numbers.
+        kept: from message to message.
+    """
+
+    generator: np.random.Generator
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def last(self, draw: Draw, now: Any) -> Any:
+        """What was kept of the same field in the round before; None: nothing, or of other runs. Keep `now` in its place."""
+        before, self.kept[draw.field] = self.kept.get(draw.field), now
+        return before if before is not None and before.shape == now.shape else None
+
+
+Change = Callable[[FloatArray, Draw, Source], FloatArray]
+"""From correct noise to what is said in its place."""
+
+On = Literal["laplace", "lattice", "any"]
+"""Noise that a change is one of: of the Laplace law, on a lattice, or any."""
+
+
+def require_noise(plan: AuditPlan, on: On) -> None:
+    """Refuse an algorithm that asks for other noise.
+
+    Raises:
+        SpecError: it does, or it asks for none.
+    """
+    laws = set[Law]()
+
+    def note(draw: Draw) -> FloatArray:
+        laws.add(draw.law)
+        return no_noise(draw)
+
+    for _ in simulate(plan.run, plan.data, note):
+        pass
+    if not laws:
+        raise SpecError(f"{plan.run.algorithm.name} draws no noise")
+    if on == "laplace" and laws != {"laplace"}:
+        raise SpecError("its noise is no Laplace noise")
+    if on == "lattice" and "spherical" in laws:
+        raise SpecError("its noise is on no lattice in the first place")
+
+
+def noisy(change: Change, on: On = "any") -> Breaks:
+    """Other noise, of a learner whose noise is of this kind."""
 
     def source(seed: np.random.SeedSequence) -> Noise:
         correct, other = children(seed, 2)
-        return changed(SeededNoise(correct), make(np.random.default_rng(other)))
+        noise, own = SeededNoise(correct), Source(np.random.default_rng(other))
+        return lambda draw: change(noise(draw), draw, own)
 
     def breaks(plan: AuditPlan) -> Broken:
-        laws(plan)
+        require_noise(plan, on)
         return Broken(noise=source)
 
     return breaks
 
 
-def unaided(make: Callable[[], Change]) -> Breaks:
-    """Other noise, for which no random numbers are needed but those that it changes."""
-    return noisy(lambda _: make())
+def in_scales(change: Callable[[FloatArray, Source], FloatArray]) -> Change:
+    """A change of noise in units of its scale; what comes of it is on the lattice again."""
+    return lambda noise, draw, source: draw.rounded(change(noise / draw.scale, source) * draw.scale)
+
+
+def scaled(noise: FloatArray, factor: float | FloatArray, draw: Draw) -> FloatArray:
+    """Noise times a factor, on the lattice.
+
+    Half of an odd number is always rounded to an even one, so a factor of few digits would show in low bits: it gets some more.
+    """
+    factors = np.where(np.asarray(factor) == 1.0, 1.0, np.asarray(factor) * (1.0 - 1e-9))
+    return draw.rounded(factors * noise)
+
+
+def times(factor: float) -> Change:
+    """Noise of another scale."""
+    return lambda noise, draw, source: scaled(noise, factor, draw)
+
+
+def sometimes(change: Change, share: float, *, messages: bool = False) -> Change:
+    """A change of some numbers only, or of some messages, at random."""
+
+    def partly(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+        shape = (*noise.shape[:-1], 1) if messages else noise.shape
+        return np.where(source.generator.random(shape) < share, change(noise, draw, source), noise)
+
+    return partly
+
+
+# ---- algorithms and losses -------------------------------------------------------------------------------------------
 
 
 def altered(change: Callable[[Any], Any]) -> Breaks:
@@ -135,46 +275,32 @@ def altered(change: Callable[[Any], Any]) -> Breaks:
     return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
-def with_loss(change: Callable[[Any], Any]) -> Breaks:
-    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+class Altered:
+    """An algorithm, a loss, or what is heard, but for some methods.
 
-    def changed_in(algorithm: Any) -> Any:
-        if hasattr(algorithm, "descent"):
-            return replace(algorithm, descent=changed_in(algorithm.descent))
-        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
-            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
-        return replace(algorithm, loss=change(algorithm.loss))
+    Args:
+        correct: as it should be.
+        methods: by name, in place of its own.
+    """
 
-    return altered(changed_in)
+    def __init__(self, correct: Any, **methods: Callable[..., Any]) -> None:
+        self.correct = correct
+        self.__dict__.update(methods)
 
-
-def leaking(leak: Callable[[Inside], FloatArray]) -> Breaks:
-    """Something crosses the wire beside the numbers."""
-    return lambda plan: Broken(leak=leak)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "correct"), name)
 
 
-def heard(doctored: Doctored) -> Breaks:
-    """Other messages, or more of them."""
-    return lambda plan: Broken(heard=doctored)
-
-
-def where(fits: Callable[[AuditPlan], bool], why: str) -> Callable[[Breaks], Breaks]:
+def where(breaks: Breaks, fits: Callable[[AuditPlan], bool], why: str) -> Breaks:
     """A break that refuses the runs that it does not fit, and says why."""
 
-    def only(breaks: Breaks) -> Breaks:
-        def checked(plan: AuditPlan) -> Broken:
-            if not fits(plan):
-                raise SpecError(why)
-            return breaks(plan)
+    def checked(plan: AuditPlan) -> Broken:
+        if not fits(plan):
+            raise SpecError(why)
+        return breaks(plan)
 
-        return checked
+    return checked
 
-    return only
-
-
-lattice_only = where(lambda plan: "spherical" not in laws(plan), "its noise is on no lattice in the first place")
-laplace_only = where(lambda plan: laws(plan) == {"laplace"}, "its noise is no Laplace noise")
-together = where(lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
@@ -194,83 +320,106 @@ def mirrored(times: float, other: float) -> Swap:
     return swap
 
 
-SEEN, MOST = 20, 2000
-"""Runs of each world in which conformance sees what is gross, and in which it must see whatever it can see."""
-
-
-# ---- following -------------------------------------------------------------------------------------------------------
+# ---- bases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What a learner has when it speaks.
+class Base:
+    """A small run with made-up records.
 
     Attributes:
-        state: as the correct algorithm has it.
-        before: the same, one round earlier.
-        batch: the records of the round before; None: there was none.
+        algorithm: that section of its spec.
+        sections: other sections, over those of `_COMMON`.
+        n_features: of a record.
+        batch: records of a round.
+        epsilon: about what the first learner's claim is to be, by noise of another size; None: what comes of the spec.
     """
 
-    state: Any
-    before: Any
-    batch: Batch | None = None
+    algorithm: Mapping[str, Any]
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    n_features: int = 3
+    batch: int = 1
+    epsilon: float | None = None
+
+    def lasting(self, rounds: int) -> Base:
+        """The same for more rounds, or for fewer."""
+        return replace(self, sections={**self.sections, "rounds": rounds})
+
+    def build(self) -> tuple[Run, PlacedData]:
+        """The run and its data."""
+        spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
+        run = build_run(spec, self.n_features)
+        if self.epsilon is not None:
+            factor = run.guarantee(0).epsilon() / self.epsilon
+            louder = spec.algorithm.noisier((factor,) * spec.n_learners)
+            run = build_run(spec.model_copy(update={"algorithm": louder}), self.n_features)
+        return run, _made_up(run, self.n_features, self.batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Says:
-    """What it would say in this round, and what may make its noise another one.
-
-    Attributes:
-        centre: without noise.
-        moved: by how much that is not what it said before, without noise.
-        labels: of the first record of the round before; 0 where there was none. The same for all replicas.
-    """
-
-    centre: FloatArray
-    moved: FloatArray
-    labels: FloatArray
+_COMMON: dict[str, Any] = {
+    "rounds": 8,
+    "learners": 3,
+    "loss": {"kind": "logistic", "ridge": 0.05},
+    "decision_set": {"kind": "l2_ball", "radius": 2.0},
+    "topology": {"graph": "ring", "weights": "metropolis"},
+    "durability": "process",
+}
+_PUSHED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
+_CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}, "weights": "in_degree"}
+_HINGE = {"loss": {"kind": "hinge", "ridge": 0.02}}
 
 
-Following = Callable[[FloatArray, Draw, Says], FloatArray]
-"""From correct noise, and what it should know nothing of, to what is said in its place."""
+def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> Base:
+    """At so small an epsilon that few runs would be enough for a false alarm."""
+    return Base({"name": name, **parameters}, sections, epsilon=0.3)
 
 
-@dataclass(frozen=True)
-class _Follows(Altered):
-    """An algorithm whose noise follows what it should hide."""
+ALGORITHMS: dict[str, Base] = {
+    "ldp-dol": _private("ldp-dol"),
+    "dsgd": _private("dsgd"),
+    "dola": _private("dola"),
+    "pdop": _private("pdop", _HINGE),
+    "dpdola": _private("dpdola", _HINGE),
+    "pd-ogd": _private("pd-ogd", _HINGE),
+    "dpsr": _private("dpsr", {"topology": _CYCLE}),
+    "dpsda-c": _private("dpsda-c"),
+    "dpsda-ps": _private("dpsda-ps", {"topology": _PUSHED}),
+    "dpps": _private("dpps", {"topology": _PUSHED}),
+    "dpcda": _private("dpcda", {**_HINGE, "learners": 1}),
+    "pd-ftgl": _private("pd-ftgl", _HINGE, epsilon=3.0, block_length=1),
+    "pd-ocg": _private("pd-ocg", _HINGE, epsilon=3.0, block_length=1),
+    "dvp": _private("dvp", {"rounds": 5}),
+    "pvp": _private("pvp", {"rounds": 5}),
+    "admm": Base({"name": "admm"}, {"rounds": 5}),
+    "d-ogd": Base({"name": "d-ogd"}),
+    "d-ftgl": Base({"name": "d-ftgl"}),
+}
+"""A run of every algorithm, for false alarms. The last three promise nothing, so nothing can be refuted."""
 
-    change: Following
-
-    def start(self, who: Any) -> _Known:
-        state = self.correct.start(who)
-        return _Known(state, state)
-
-    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
-        _, clean = self.correct.speak(known.state, no_noise)
-        _, old = self.correct.speak(known.before, no_noise)
-        labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
-
-        def follow(drawn: FloatArray, draw: Draw) -> FloatArray:
-            if draw.field not in clean.fields:
-                return drawn
-            centre = clean[draw.field]
-            return self.change(drawn, draw, Says(centre, centre - old[draw.field], labels))
-
-        state, said = self.correct.speak(known.state, changed(noise, follow))
-        return replace(known, state=state), said
-
-    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
-        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
-
-    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
-        state, density = self.correct.overheard(known.state, message)
-        return replace(known, state=state), density
-
-    def decision(self, known: _Known) -> FloatArray:
-        decision: FloatArray = self.correct.decision(known.state)
-        return decision
+_LONG = {"rounds": 16}
+BASES: dict[str, Base] = {
+    "ldp-dol": Base({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
+    "ldp-dol, 60,000 numbers": Base({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
+    "ldp-dol, epsilon 1": Base({"name": "ldp-dol"}, epsilon=1.0),
+    "ldp-dol, budget": Base({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
+    "dola": Base({"name": "dola"}),
+    "dola, batches of 4": Base({"name": "dola"}, batch=4),
+    "dola, 9 features": Base({"name": "dola"}, n_features=9),
+    "dola, 1 feature": Base({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
+    "dvp": Base({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
+    "pvp": Base({"name": "pvp", "alpha": 1.0}),
+}
+"""The runs that mutants are tried on."""
 
 
-def following(change: Following) -> Breaks:
-    """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
-    return altered(lambda algorithm: _Follows(algorithm, change))
+def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
+    """Normal features, fair labels; shared where the algorithm asks for it."""
+    generator, rounds, n = np.random.default_rng(0), run.spec.rounds, run.spec.n_learners
+    offsets = (np.arange(rounds + 1) * batch).astype(np.int64)
+    features = generator.normal(size=(n, rounds * batch, n_features))
+    labels = (generator.random((n, rounds * batch)) < 0.5).astype(np.float64)
+    order = np.arange(rounds * batch)
+    learners = [LearnerData(features[i], labels[i], order, offsets) for i in range(n)]
+    if run.algorithm.accountant(0).shared:
+        learners = learners[:1] * n
+    return PlacedData(tuple(learners), features[0], labels[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,6 @@ from sottovoce_client import terminal
 from sottovoce_client.backends import Backend
 from sottovoce_client.documents import write_json, write_text
 from sottovoce_client.wording import NOTHING, count
-from sottovoce_lab.breaking import FOUND
 from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
 from sottovoce_lab.broken_services import (
     CALLED_AUDITS,
@@ -24,13 +23,13 @@ from sottovoce_lab.broken_services import (
     FOREIGN,
     SERVED_AUDITS,
     SERVED_RUNGS,
-    measure_by_wiretap,
     measure_foreign,
-    measure_on_network,
+    measure_service,
 )
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.measuring import CONFIDENCE, LADDER, WATCHED, Power, Served, ServiceKind, measure
+from sottovoce_lab.mutants import FOUND
 from sottovoce_lab.selftest import mutant_named, side_by_side
+from sottovoce_lab.trial import CONFIDENCE, LADDER, WATCHED, Power, Where, measure
 
 _HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
 _SERVICES = "broken service", *_HEADS[1:4], "audits"
@@ -38,7 +37,7 @@ _SERVICES = "broken service", *_HEADS[1:4], "audits"
 _NEVER = "never"
 """A correct service is found with no number of runs."""
 
-_AUDITED: dict[ServiceKind, tuple[Sequence[int], int, str]] = {
+_AUDITED: dict[Where, tuple[Sequence[int], int, str]] = {
     "on real services": (
         SERVED_RUNGS,
         SERVED_AUDITS,
@@ -91,17 +90,16 @@ def measure_power(
     """
     console, most = console or terminal.console(), runs or LADDER[-1]
     chosen = [*CATALOGUE, *map(mutant_named, mutants)]
-    work: list[Callable[[], Power | Served]] = [
+    work: list[Callable[[], Power]] = [
         partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen
     ]
-    work += _serving(most, seed)
-    results = side_by_side(work, backend, jobs)
-    found = [each for each in results if isinstance(each, Power)]
-    services = [each for each in results if isinstance(each, Served)]
-    console.print(_found_table(found, most), *([_served_table(services)] if services else []))
-    missed = [each.name for each in found if each.missed(most)]
-    lost = [f"{each.name} ({each.kind})" for each in services if each.missed]
-    console.print(_summary(found, services, [*missed, *lost]))
+    results = side_by_side([*work, *_serving(most, seed)], backend, jobs)
+    found, services = results[: len(work)], results[len(work) :]
+    console.print(_table(_HEADS, found))
+    if services:
+        console.print(_table(_SERVICES, services))
+    missed = [each.name if each.base else f"{each.name} ({each.kind})" for each in results if each.missed]
+    console.print(_summary(found, services, missed))
     told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
     terminal.tell(lambda: {"folder": out, **told})
     if out is not None:
@@ -109,56 +107,42 @@ def measure_power(
         write_text(out / "power.md", _page(found, services, most, seed))
         write_json(out / "power.json", told)
         console.out(f"{out}: power.md, power.json", highlight=False)
-    return int(bool(missed or lost))
+    return int(bool(missed))
 
 
-def _serving(most: int, seed: int) -> Iterable[Callable[[], Served]]:
+def _serving(most: int, seed: int) -> Iterator[Callable[[], Power]]:
     """The work on services, with as many runs as there may be."""
     wired, called = ([rung for rung in rungs if rung <= most] for rungs in (SERVED_RUNGS, CALLED_RUNGS))
     if wired:
-        yield from (partial(measure_on_network, broken, rungs=wired, seed=seed) for broken in ON_NETWORK)
-        yield from (partial(measure_by_wiretap, broken, rungs=wired, seed=seed) for broken in BY_WIRETAP)
+        yield from (partial(measure_service, broken, "relay", rungs=wired, seed=seed) for broken in ON_NETWORK)
+        yield from (partial(measure_service, broken, "wiretap", rungs=wired, seed=seed) for broken in BY_WIRETAP)
     if called:
         yield from (partial(measure_foreign, broken, rungs=called, seed=seed) for broken in FOREIGN)
 
 
-def _row(each: Power, most: int) -> tuple[str, ...]:
-    """In the order of `_HEADS`."""
-    needed = f"> {count(most)}" if each.needed is None else count(each.needed)
+def _row(each: Power) -> tuple[str, ...]:
+    """In the order of `_HEADS`, or of `_SERVICES`."""
+    needed = count(each.needed) if each.needed is not None else _NEVER if each.correct else f"> {count(each.most)}"
+    cells = each.name, each.what, each.found_by or NOTHING, needed
+    if not each.base:
+        return *cells, f"{each.found} of {each.audits}" if each.correct or each.needed is not None else NOTHING
     limit = NOTHING if each.limit is None else "< 1" if each.limit < 1.0 else count(math.ceil(each.limit))
     rounds = NOTHING if not each.watched else f"> {WATCHED}" if each.rounds is None else count(each.rounds)
-    return each.name, each.what, each.found_by or NOTHING, needed, limit, rounds
+    return *cells, limit, rounds
 
 
-def _served_row(each: Served) -> tuple[str, ...]:
-    """In the order of `_SERVICES`."""
-    needed = count(each.needed) if each.needed is not None else _NEVER if each.correct else f"> {count(each.most)}"
-    audits = f"{each.found} of {each.audits}" if each.correct or each.needed is not None else NOTHING
-    return each.name, each.what, each.found_by or NOTHING, needed, audits
-
-
-def _table(heads: Sequence[str], rows: Iterable[tuple[str, bool, bool, tuple[str, ...]]]) -> Table:
-    """A table of rows `(class, missed, found, cells)`."""
+def _table(heads: Sequence[str], found: Sequence[Power]) -> Table:
     shown = terminal.table("class", *heads[:3])
     for head in heads[3:]:
         shown.add_column(head, justify="right")
-    for kind, missed, found, (name, *rest) in rows:
-        style = "bold red" if missed else "green" if found else "yellow"
-        shown.add_row(Text(kind, "dim"), Text(name, style), *map(Text, rest))
+    for each in found:
+        style = "bold red" if each.missed else "green" if each.correct or each.needed is not None else "yellow"
+        name, *rest = _row(each)
+        shown.add_row(Text(each.kind or NOTHING, "dim"), Text(name, style), *map(Text, rest))
     return shown
 
 
-def _found_table(found: Sequence[Power], most: int) -> Table:
-    rows = ((each.kind or NOTHING, each.missed(most), each.needed is not None, _row(each, most)) for each in found)
-    return _table(_HEADS, rows)
-
-
-def _served_table(services: Sequence[Served]) -> Table:
-    rows = ((each.kind, each.missed, each.correct or each.needed is not None, _served_row(each)) for each in services)
-    return _table(_SERVICES, rows)
-
-
-def _summary(found: Sequence[Power], services: Sequence[Served], missed: Sequence[str]) -> Text:
+def _summary(found: Sequence[Power], services: Sequence[Power], missed: Sequence[str]) -> Text:
     text = f"{sum(each.needed is not None for each in found)} of {len(found)} broken learners found"
     broken, correct = ([each for each in services if each.correct is right] for right in (False, True))
     if services:
@@ -170,7 +154,7 @@ def _summary(found: Sequence[Power], services: Sequence[Served], missed: Sequenc
     return Text(f"{text}; missed: {', '.join(missed)}.", "bold red")
 
 
-def _page(found: Sequence[Power], services: Sequence[Served], most: int, seed: int) -> str:
+def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: int) -> str:
     """All classes as Markdown, a table each."""
     tried = ", ".join(count(rung) for rung in LADDER if rung <= most)
     audits = found[0].audits
@@ -188,27 +172,24 @@ def _page(found: Sequence[Power], services: Sequence[Served], most: int, seed: i
         f"{NOTHING} where one run, or its numbers, show nothing.",
     ]
     for named, some in groupby(found, key=lambda each: each.kind or "of one's own"):
-        lines += ["", f"## {named.capitalize()}", "", _line(_HEADS), "|---|---|---|---:|---:|---:|"]
-        lines += [_line(_row(each, most)) for each in some]
+        lines += ["", f"## {named.capitalize()}", "", *_lines(_HEADS, some)]
     for kind, own in groupby(services, key=lambda each: each.kind):
-        lines += ["", f"## {kind.capitalize()}", "", *_served_lines(kind, list(own))]
+        rungs, audits, told = _AUDITED[kind]
+        tried, share = ", ".join(count(rung) for rung in rungs if rung <= most), f"{100 * FOUND:g} %"
+        lines += [
+            "",
+            f"## {kind.capitalize()}",
+            "",
+            told,
+            f"*runs*: of {tried} runs of each world, the fewest with which at least {share} of {audits} audits find it.",
+            "*audits*: how many do, there; of a correct service, how many of all audits accuse it.",
+            "",
+            *_lines(_SERVICES, own),
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _served_lines(kind: ServiceKind, services: Sequence[Served]) -> list[str]:
-    """A paragraph and a table."""
-    rungs, audits, told = _AUDITED[kind]
-    tried = ", ".join(count(rung) for rung in rungs if rung <= services[0].most)
-    return [
-        told,
-        f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * FOUND:g} % of {audits} audits find it.",
-        "*audits*: how many do, there; of a correct service, how many of all audits accuse it.",
-        "",
-        _line(_SERVICES),
-        "|---|---|---|---:|---:|",
-        *(_line(_served_row(each)) for each in services),
-    ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _lines(heads: Sequence[str], found: Iterable[Power]) -> list[str]:
+    """A table as Markdown."""
+    rows = [heads, ["---"] * 3 + ["---:"] * (len(heads) - 3), *map(_row, found)]
+    return [f"| {' | '.join(cells)} |" for cells in rows]

@@ -17,7 +17,7 @@ A record counts up to a positive factor, as a picture does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class _Added:
 
     Attributes:
         rounds: `(k,)` rounds whose records they are of; of a block of rounds, the first.
-        at: `(k, replicas, dim)` where they were taken; not-a-number where messages do not tell.
-        gradients: `(k, replicas, dim)`.
+        at: `(k, dim)` where they were taken; not-a-number where messages do not tell.
+        gradients: `(k, dim)`.
         length: rounds whose gradients are added up.
         so_far: means over all records up to the round, not over those of the round.
     """
@@ -68,57 +68,62 @@ def _added(run: Run, transcript: Transcript, learner: int) -> _Added:
     algorithm, rounds = run.algorithm, transcript.unbroken(learner)
     if rounds < 2:
         raise SpecError(f"what a learner added shows in two of its messages, heard one after the other, got {rounds}")
-    said = transcript.fields.get("y")
+    heard = transcript.until(rounds)
     match algorithm:
-        case GossipDescent() if said is not None:
-            return _descended(run, algorithm, transcript.until(rounds), learner)
-        case LdpDol() if said is not None:
-            return _pulled(run, algorithm, transcript.until(rounds), learner)
-        case PdFtgl() if said is not None:
-            return _block_sums(algorithm, said[:rounds], learner)
+        case GossipDescent():
+            return _descended(run, algorithm, heard, learner)
+        case LdpDol():
+            return _pulled(run, algorithm, heard, learner)
+        case PdFtgl():
+            return _block_sums(algorithm, _said(heard, learner))
         case _:
             text = "gradients can be computed from the messages of gossip descent, ldp-dol, pd-ftgl and pd-ocg"
             raise SpecError(f"{text}, got {algorithm.name}")
 
 
+def _said(heard: Transcript, learner: int) -> FloatArray:
+    """`(rounds, dim)`: what a learner said in the first of the runs that were overheard."""
+    said: FloatArray = heard.fields["y"][:, learner, 0]
+    return said
+
+
 def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: int) -> _Added:
-    said = heard.fields["y"]
-    ts, own = range(len(said) - 1), said[:-1, learner]
-    mixed = np.stack([_heard(run, heard, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
+    said = _said(heard, learner)
+    ts, own = range(len(said) - 1), said[:-1]
+    mixed = np.stack([_heard(run, heard, learner, t) + run.network.at(t).own[learner] * said[t] for t in ts])
     at = mixed if algorithm.gradient_at == "mixed" else own
     steps = np.array([algorithm.step[learner](t) for t in ts])
-    gradients = (mixed - said[1:, learner]) / steps[:, None, None] - run.loss.ridge * at
+    gradients = (mixed - said[1:]) / steps[:, None] - run.loss.ridge * at
     return _Added(np.arange(len(at)), at, gradients)
 
 
 def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> _Added:
-    said = heard.fields["y"]
-    ts, own, plan = range(len(said) - 1), said[:-1, learner], algorithm.schedules
+    said = _said(heard, learner)
+    ts, own, plan = range(len(said) - 1), said[:-1], algorithm.schedules
     drift = [_heard(run, heard, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
-    coupling, steps = (np.array([one(t) for t in ts])[:, None, None] for one in (plan.coupling, plan.step_size))
-    gradients = (own + coupling * np.stack(drift) - said[1:, learner]) / steps - run.loss.ridge * own
+    coupling, steps = (np.array([one(t) for t in ts])[:, None] for one in (plan.coupling, plan.step_size))
+    gradients = (own + coupling * np.stack(drift) - said[1:]) / steps - run.loss.ridge * own
     return _Added(np.arange(len(own)), own, gradients, so_far=True)
 
 
-def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> _Added:
+def _block_sums(algorithm: PdFtgl, said: FloatArray) -> _Added:
     """Decisions are public in the blocks before any sum has reached them."""
     blocks = algorithm.blocks
     openings = [t for t in range(len(said)) if blocks.leaf(t) and blocks.opens(t)]
     if not openings:
         raise SpecError("no sum of gradients was overheard: the first is said in the second block of rounds")
-    sums = said[openings, learner]
+    sums = said[openings]
     at = np.full_like(sums, np.nan)
     at[: algorithm.delay] = algorithm.decision_set.project(algorithm.loss.initial(algorithm.dim))
     return _Added(np.array(openings) - blocks.length, at, sums, length=blocks.length)
 
 
 def _heard(run: Run, heard: Transcript, learner: int, t: int) -> FloatArray:
-    """`(replicas, dim)`: `sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
+    """`(dim,)`: `sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
     weights = run.network.at(t).heard_by(learner)
     said = heard.messages(t, learner, {learner, *weights})
-    total: FloatArray = sum(
-        (weight * said[j]["y"][0] for j, weight in weights.items()), np.zeros_like(said[learner]["y"][0])
-    )
+    own = np.zeros_like(said[learner]["y"][0, 0])
+    total: FloatArray = sum((weight * said[j]["y"][0, 0] for j, weight in weights.items()), own)
     return total
 
 
@@ -160,12 +165,7 @@ def _read(
 
     Returns:
         Records `(..., features)`, the intercept included, and labels `(...)`, which mean nothing for squared error.
-
-    Raises:
-        SpecError: the loss is a network of neurons.
     """
-    if loss.heavy:
-        raise SpecError("a network's gradient is no record: give it to sottovoce_lab.inversion")
     if isinstance(loss, Softmax):
         matrices = gradients.reshape(*gradients.shape[:-1], loss.classes, -1)
         left, _, right = np.linalg.svd(matrices, full_matrices=False)
@@ -183,37 +183,21 @@ def _read(
 
 
 def _read_stream(
-    found: _Added, loss: Loss, *, intercept: bool, nonnegative: bool = False, most: int = 64
+    found: _Added, loss: Loss, *, intercept: bool, nonnegative: bool = False
 ) -> tuple[FloatArray, FloatArray]:
-    """Round by round, the records of a learner that gets one a round.
+    """Round by round, the records `(rounds, features)` of a learner that gets one a round, and their labels `(rounds,)`.
 
-    Where gradients are means over all records so far, those read before are taken out, so that errors add up.
-
-    Args:
-        found: what the learner added.
-        loss: as for `_read`.
-        intercept, nonnegative: as for `_read`.
-        most: rounds to read.
-
-    Returns:
-        Records `(rounds, replicas, features)` and labels `(rounds, replicas)`.
+    Where gradients are means over all records so far, those read before are taken out, so that errors add up. Arguments as
+    for `_read`.
     """
     if not found.so_far:
-        return _read(found.gradients[:most], loss, intercept=intercept, nonnegative=nonnegative)
-    replicas = [_peeled(found, loss, r, intercept, nonnegative, most) for r in range(found.at.shape[1])]
-    return np.stack([rows for rows, _ in replicas], axis=1), np.stack([labels for _, labels in replicas], axis=1)
-
-
-def _peeled(
-    found: _Added, loss: Loss, replica: int, intercept: bool, nonnegative: bool, most: int
-) -> tuple[FloatArray, FloatArray]:
-    """The records of one replica."""
-    count, dim = min(most, len(found.rounds)), found.at.shape[-1]
+        return _read(found.gradients, loss, intercept=intercept, nonnegative=nonnegative)
+    count, dim = found.at.shape
     rows, labels = np.empty((count, dim // getattr(loss, "classes", 1))), np.empty(count)
     for t in range(count):
-        gradient = (t + 1) * found.gradients[t, replica]
+        gradient = (t + 1) * found.gradients[t]
         if t:
-            gradient = gradient - loss.gradient_sum(found.at[t, replica], Batch(*loss.enforce(rows[:t], labels[:t])))
+            gradient = gradient - loss.gradient_sum(found.at[t], Batch(*loss.enforce(rows[:t], labels[:t])))
         rows[t], labels[t] = _read(gradient, loss, intercept=intercept, nonnegative=nonnegative)
     return rows, labels
 
@@ -268,7 +252,7 @@ class Rebuilt:
     """Rebuilt records, and how like the true ones they are; the first of every learner come first.
 
     Attributes:
-        originals, pictures: `(n, features)`, scaled as by `likeness.as_pictures`, without the intercept.
+        originals, pictures: `(n, features)`, scaled as by `_as_pictures`, without the intercept.
         error: mean squared error, mean of all.
         alike: structural similarity, mean of all.
         found: share whose original is the nearest of all records in the run.
@@ -336,18 +320,17 @@ def _single(found: _Added, own: LearnerData, loss: Loss, most: int) -> _Added:
         raise SpecError(f"a message must be of one record to be read, got a sum over {found.length} rounds")
     most = 1 if found.so_far and loss.heavy else most
     sizes = np.diff(own.offsets)[found.rounds[:most]]
-    fit = (sizes == 1) & (~np.bool_(loss.heavy) | np.isfinite(found.at[: len(sizes), 0]).all(axis=-1))
+    fit = (sizes == 1) & (~np.bool_(loss.heavy) | np.isfinite(found.at[: len(sizes)]).all(axis=-1))
     count = len(fit) if fit.all() else int(fit.argmin())
     if count == 0:
         raise SpecError(f"a message must be of one record to be read, got {sizes[0]} in the first round")
-    return _Added(found.rounds[:count], found.at[:count], found.gradients[:count], so_far=found.so_far)
+    return replace(found, rounds=found.rounds[:count], at=found.at[:count], gradients=found.gradients[:count])
 
 
 def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) -> FloatArray:
     """The records, `(k, features)`."""
     if not run.loss.heavy:
-        rows, _ = _read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)
-        return rows[:, 0]
+        return _read_stream(seen, run.loss, intercept=run.spec.data.intercept, nonnegative=nonnegative)[0]
     from sottovoce_core.losses.torch import TorchLoss
     from sottovoce_lab.inversion import invert  # PyTorch takes seconds to import
 
@@ -355,7 +338,7 @@ def _rows(run: Run, seen: _Added, learner: int, nonnegative: bool, seed: int) ->
         raise SpecError(f"a search needs a PyTorch module as the loss, got {type(run.loss).__name__}")
     # Nothing fits exactly where there is noise: to search for longer finds nothing better.
     starts, iterations = (1, 50) if run.algorithm.noise_scale(learner, int(seen.rounds[0]) + 1) else (2, 100)
-    pairs = zip(seen.at[:, 0], seen.gradients[:, 0], strict=True)
+    pairs = zip(seen.at, seen.gradients, strict=True)
     found = [invert(run.loss, at, gradient, seed, starts=starts, iterations=iterations) for at, gradient in pairs]
     return np.stack([each.record for each in found])
 
@@ -369,7 +352,7 @@ def _told(
         own, row = everybody[int(generator.integers(len(everybody)))]
         other = Batch(own.features[row : row + 1], own.labels[row : row + 1])
         if np.isfinite(seen.at[k]).all() and (other.features != batch.features).any():
-            yield _fits_better(loss, seen.at[k, 0], seen.gradients[k, 0], batch, other)
+            yield _fits_better(loss, seen.at[k], seen.gradients[k], batch, other)
 
 
 def _firsts_first(parts: list[FloatArray]) -> FloatArray:

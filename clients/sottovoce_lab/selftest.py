@@ -22,16 +22,14 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Prepared
 from sottovoce_core.registry import load
 from sottovoce_lab.catalogue import MUTANTS
-from sottovoce_lab.mutants import Mutant
+from sottovoce_lab.mutants import ALGORITHMS, Mutant
 from sottovoce_lab.trial import (
-    ALGORITHMS,
     LEVEL,
     WATCH_LEVEL,
     Alarms,
     MutantOutcome,
     added,
     attempt,
-    base_of,
     false_alarms,
 )
 
@@ -110,16 +108,11 @@ def mutant_named(name: str) -> Mutant:
 def _breaking(
     mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
 ) -> Iterator[_Task]:
+    given, own = None, 0
+    if prepared is not None:
+        given, own = (prepared.run, prepared.data), index_of(prepared, learner)
     for mutant in mutants:
-        if prepared is None:
-            yield partial(_attempt_on_base, mutant, runs, seed)
-        else:
-            own, name = index_of(prepared, learner), prepared.run.spec.algorithm.name
-            yield partial(attempt, mutant, prepared.run, prepared.data, learner=own, base=name, most=runs, seed=seed)
-
-
-def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutcome:
-    return attempt(mutant, *base_of(mutant).build(), base=mutant.base, most=runs, seed=seed)
+        yield partial(attempt, mutant, given, learner=own, most=runs, seed=seed)
 
 
 def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:

@@ -1,138 +1,37 @@
-"""Trials of the auditor: the small runs that it is tried on, mutants that it must find, and its false alarms.
+"""Trials of the auditor: mutants that it must find, its false alarms, and its power.
 
 Every mutant is audited with more and more runs until it is refuted. Correct algorithms are audited many times with other seeds:
 at a confidence of 95 %, at most one audit in twenty may refute one; under watch (`watch`), one in a thousand.
+
+Power is the number of runs with which an audit finds a mutant, or a broken service, nine times in ten. A fault of the noise is
+looked for by conformance, which must see it; any other fault by the whole audit. A fault that a single run may show is also
+watched. A broken service is audited with more and more runs, in some audits of each size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from sottovoce_core.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce_core.auditing.bounds import SHARES
+from sottovoce_core.auditing.bounds import SHARES, Test
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.swaps import worst
 from sottovoce_core.auditing.verdict import Findings, decide
 from sottovoce_core.auditing.views import features
-from sottovoce_core.auditing.worlds import Share
-from sottovoce_core.data import LearnerData, PlacedData
+from sottovoce_core.auditing.worlds import NoiseOf, Share, at_a_time, overhear, shares
+from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import SeededNoise
 from sottovoce_core.optional import import_extra
-from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
-from sottovoce_core.spec import parse_spec
-from sottovoce_lab.breaking import Spoken, inside, notices
-from sottovoce_lab.mutants import Broken, Family, Mutant
-
-# ---- bases -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A small run with made-up records.
-
-    Attributes:
-        algorithm: that section of its spec.
-        sections: other sections, over those of `_COMMON`.
-        n_features: of a record.
-        batch: records of a round.
-        epsilon: about what the first learner's claim is to be, by noise of another size; None: what comes of the spec.
-    """
-
-    algorithm: Mapping[str, Any]
-    sections: Mapping[str, Any] = field(default_factory=dict)
-    n_features: int = 3
-    batch: int = 1
-    epsilon: float | None = None
-
-    def lasting(self, rounds: int) -> Base:
-        """The same for more rounds, or for fewer."""
-        return replace(self, sections={**self.sections, "rounds": rounds})
-
-    def build(self) -> tuple[Run, PlacedData]:
-        """The run and its data."""
-        spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
-        run = build_run(spec, self.n_features)
-        if self.epsilon is not None:
-            factor = run.guarantee(0).epsilon() / self.epsilon
-            louder = spec.algorithm.noisier((factor,) * spec.n_learners)
-            run = build_run(spec.model_copy(update={"algorithm": louder}), self.n_features)
-        return run, _made_up(run, self.n_features, self.batch)
-
-
-_COMMON: dict[str, Any] = {
-    "rounds": 8,
-    "learners": 3,
-    "loss": {"kind": "logistic", "ridge": 0.05},
-    "decision_set": {"kind": "l2_ball", "radius": 2.0},
-    "topology": {"graph": "ring", "weights": "metropolis"},
-    "durability": "process",
-}
-_PUSHED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
-_CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}, "weights": "in_degree"}
-_HINGE = {"loss": {"kind": "hinge", "ridge": 0.02}}
-
-
-def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> Base:
-    """At so small an epsilon that few runs would be enough for a false alarm."""
-    return Base({"name": name, **parameters}, sections, epsilon=0.3)
-
-
-ALGORITHMS: dict[str, Base] = {
-    "ldp-dol": _private("ldp-dol"),
-    "dsgd": _private("dsgd"),
-    "dola": _private("dola"),
-    "pdop": _private("pdop", _HINGE),
-    "dpdola": _private("dpdola", _HINGE),
-    "pd-ogd": _private("pd-ogd", _HINGE),
-    "dpsr": _private("dpsr", {"topology": _CYCLE}),
-    "dpsda-c": _private("dpsda-c"),
-    "dpsda-ps": _private("dpsda-ps", {"topology": _PUSHED}),
-    "dpps": _private("dpps", {"topology": _PUSHED}),
-    "dpcda": _private("dpcda", {**_HINGE, "learners": 1}),
-    "pd-ftgl": _private("pd-ftgl", _HINGE, epsilon=3.0, block_length=1),
-    "pd-ocg": _private("pd-ocg", _HINGE, epsilon=3.0, block_length=1),
-    "dvp": _private("dvp", {"rounds": 5}),
-    "pvp": _private("pvp", {"rounds": 5}),
-    "admm": Base({"name": "admm"}, {"rounds": 5}),
-    "d-ogd": Base({"name": "d-ogd"}),
-    "d-ftgl": Base({"name": "d-ftgl"}),
-}
-"""A run of every algorithm, for false alarms. The last three promise nothing, so nothing can be refuted."""
-
-_LONG = {"rounds": 16}
-BASES: dict[str, Base] = {
-    "ldp-dol": Base({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
-    "ldp-dol, 60,000 numbers": Base({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
-    "ldp-dol, epsilon 1": Base({"name": "ldp-dol"}, epsilon=1.0),
-    "ldp-dol, budget": Base({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
-    "dola": Base({"name": "dola"}),
-    "dola, batches of 4": Base({"name": "dola"}, batch=4),
-    "dola, 9 features": Base({"name": "dola"}, n_features=9),
-    "dola, 1 feature": Base({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
-    "dvp": Base({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
-    "pvp": Base({"name": "pvp", "alpha": 1.0}),
-}
-"""The runs that mutants are tried on."""
-
-
-def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
-    """Normal features, fair labels; shared where the algorithm asks for it."""
-    generator, rounds, n = np.random.default_rng(0), run.spec.rounds, run.spec.n_learners
-    offsets = (np.arange(rounds + 1) * batch).astype(np.int64)
-    features = generator.normal(size=(n, rounds * batch, n_features))
-    labels = (generator.random((n, rounds * batch)) < 0.5).astype(np.float64)
-    order = np.arange(rounds * batch)
-    learners = [LearnerData(features[i], labels[i], order, offsets) for i in range(n)]
-    if run.algorithm.accountant(0).shared:
-        learners = learners[:1] * n
-    return PlacedData(tuple(learners), features[0], labels[0])
-
+from sottovoce_lab.mutants import BASES, FOUND, Base, Broken, Family, Kind, Mutant, mirrored
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
@@ -141,6 +40,9 @@ _LADDER = (20, 100, 500, 2000)
 
 LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
+
+_WATCHED_AN_AUDIT = 4
+"""Runs under watch of a correct algorithm, for every audit of it."""
 
 RARE = 0.001
 """So many false alarms, or more, are too many if their chance is below this."""
@@ -180,7 +82,7 @@ class MutantOutcome:
         return self.needed is None and not self.unfit
 
 
-def base_of(mutant: Mutant) -> Base:
+def _base_of(mutant: Mutant) -> Base:
     """The run that it is tried on, unless one is given.
 
     Raises:
@@ -193,11 +95,9 @@ def base_of(mutant: Mutant) -> Base:
 
 def attempt(
     mutant: Mutant,
-    run: Run,
-    data: PlacedData,
+    given: tuple[Run, PlacedData] | None = None,
     *,
     learner: int = 0,
-    base: str = "",
     most: int | None = None,
     seed: int = 0,
 ) -> MutantOutcome:
@@ -205,70 +105,67 @@ def attempt(
 
     Args:
         mutant: how.
-        run: what is claimed to run.
-        data: of all learners.
+        given: what is claimed to run, and the data of all learners; None: the mutant's own base.
         learner: whose messages are audited.
-        base: name of the run.
         most: runs of each world (default: the mutant's own limit).
         seed: of coins and noise.
+
+    Raises:
+        SpecError: the mutant has no base that is known.
     """
+    run, data = given or _base_of(mutant).build()
+    base = run.spec.algorithm.name if given else mutant.base
     blank = MutantOutcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
     try:
         worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
         plan = plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
-        if broken.heard is not None:
-            return _noticed(blank, plan, broken)
+        seen = {} if broken.noticed is None else broken.noticed(plan)
     except SpecError as error:
         return replace(blank, unfit=str(error))
+    if broken.noticed is not None:
+        evidence = next(iter(seen.values()), "")
+        return replace(blank, needed=1 if seen else None, families=tuple(seen), evidence=evidence)
     if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
         worlds = plan.worlds
-    for runs in _rungs(blank.allowed):
+    for runs in (*(rung for rung in _LADDER if rung < blank.allowed), max(blank.allowed, _LADDER[0])):
         done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
         blank = replace(blank, numbers=done.numbers)
         if done.verdict.kind == "refuted":
-            return replace(blank, needed=runs, families=seen_by(done.found), evidence=done.verdict.evidence[0])
+            return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
     return blank
-
-
-def _rungs(most: int) -> Iterator[int]:
-    yield from (runs for runs in _LADDER if runs < most)
-    yield max(most, _LADDER[0])
 
 
 def audited(plan: AuditPlan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
-    if broken.understated != 1.0:
-        plan = _understated(plan, broken.understated)
+    if (factor := broken.understated) != 1.0:
+        output = None if plan.guarantee.output is None else factor * plan.guarantee.output
+        smaller = replace(plan.guarantee, per_round=factor * plan.guarantee.per_round, output=output)
+        plan = replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
             part = work(share)
-            leaked = () if broken.leak is None else broken.leak(inside(plan, share))
+            leaked = () if broken.leak is None else broken.leak(plan, share)
             yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
 
-def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
-    guarantee = plan.guarantee
-    output = None if guarantee.output is None else factor * guarantee.output
-    smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
-    return replace(plan, claim=factor * plan.claim, guarantee=smaller)
-
-
-def _noticed(blank: MutantOutcome, plan: AuditPlan, broken: Broken) -> MutantOutcome:
-    """Hold the messages of one run against what must never happen, and against the budget."""
-    assert broken.heard is not None  # noqa: S101 - the caller looked
-    seen = notices(broken.heard(Spoken(plan)), plan)
-    if not seen:
-        return blank
-    return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
-
-
-def seen_by(found: Findings) -> tuple[Family, ...]:
+def _seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
     return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
+
+
+def _strongest(tests: Iterable[Test]) -> str:
+    """The part of an audit whose p-value is furthest below its level; empty: none rejects."""
+    rejecting = [test for test in tests if test.rejects]
+    return str(min(rejecting, key=lambda test: test.p_value / test.level).part) if rejecting else ""
+
+
+def found_in(found: Findings) -> str:
+    """The part of an audit that refutes the claim most clearly, or the first family that does; empty: none does."""
+    return _strongest(found.tests) or next(iter(_seen_by(found)), "")
 
 
 # ---- correct learners ------------------------------------------------------------------------------------------------
@@ -295,19 +192,15 @@ class Alarms:
     @property
     def too_many(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
-        return (
-            _chance(self.refuted, self.audits, LEVEL) < RARE or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
-        )
+        return _too_many(self.refuted, self.audits, LEVEL) or _too_many(self.alarmed, self.watched, WATCH_LEVEL)
 
 
-def _chance(count: int, trials: int, level: float) -> float:
-    """Of so many, or more, at this level."""
-    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
+def _too_many(count: int, trials: int, level: float) -> bool:
+    """Whether hardly any chance, at this level, explains so many accusations of a correct one."""
+    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level)) < RARE
 
 
-def false_alarms(
-    run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0, runs: int = 20, watched: int = 4
-) -> Alarms:
+def false_alarms(run: Run, data: PlacedData, seeds: Sequence[int], *, name: str, learner: int = 0) -> Alarms:
     """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
 
     Args:
@@ -316,26 +209,37 @@ def false_alarms(
         seeds: of coins and noise.
         name: of the run.
         learner: whose messages are audited; all are watched.
-        runs: of each world, in every audit.
-        watched: runs under watch for every audit.
     """
     if not np.isfinite(run.guarantee(learner).per_round).all():
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
-    plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
-    refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
+    plans = [plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds) for seed in seeds]
+    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
-    lots = [(seed, k) for seed in seeds for k in range(watched)]
-    alarmed = sum(_alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
+    lots = [(seed, k) for seed in seeds for k in range(_WATCHED_AN_AUDIT)]
+    alarmed = sum(math.isfinite(_rounds_to_alarm(run, data, np.random.SeedSequence(lot))) for lot in lots)
     return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
 
 
-def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
-    """Is there an alarm in a correct run?"""
+def _rounds_to_alarm(
+    run: Run, data: PlacedData, seed: np.random.SeedSequence, actual: Run | None = None, noise: NoiseOf = SeededNoise
+) -> float:
+    """Rounds of a run under watch until the first alarm; infinite: there is none.
+
+    Args:
+        run: what is claimed to run.
+        data: of all learners.
+        seed: of the noise.
+        actual: what runs; None: what is claimed.
+        noise: where it comes from.
+    """
     from sottovoce_core.auditing.online.watch import Watch  # it needs scipy from the start
 
-    watch = Watch(run, data.learners, alpha, range(run.spec.n_learners))
-    return any(watch.take(step.t, step.by_sender()) for step in simulate(run, data, SeededNoise(seed)))
+    watch = Watch(run, data.learners, WATCH_LEVEL, range(run.spec.n_learners))
+    alarms = (
+        step.t + 1.0 for step in simulate(actual or run, data, noise(seed)) if watch.take(step.t, step.by_sender())
+    )
+    return next(alarms, math.inf)
 
 
 def added(parts: Sequence[Alarms]) -> Alarms:
@@ -343,3 +247,180 @@ def added(parts: Sequence[Alarms]) -> Alarms:
     totals = {key: sum(getattr(part, key) for part in parts) for key in ("refuted", "audits", "alarmed", "watched")}
     families = tuple(dict.fromkeys(family for part in parts for family in part.families))
     return Alarms(parts[0].name, **totals, families=families)
+
+
+# ---- power -----------------------------------------------------------------------------------------------------------
+
+LADDER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+"""Runs of each world that are tried, one after the other."""
+
+CONFIDENCE = 0.99
+"""With which none of these audits would refute a correct learner."""
+
+ENOUGH = 4.0
+"""Times the evidence that the best of all tests needs: an audit looks at much else, and is to find it nine times in ten."""
+
+WATCHED = 200
+"""Rounds under watch, at most."""
+
+
+Where = Literal["on real services", "by wiretap", "foreign services"]
+"""Of broken services: how they are audited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """With how many runs a broken learner or service is found; of a correct service, how often it is accused.
+
+    Attributes:
+        name, what, kind: of the fault.
+        most: runs of each world, at most.
+        audits: with each number of runs; of a correct service, with all numbers of runs together.
+        base: the run that a mutant is tried on; empty: it is a service.
+        correct: nothing is wrong, and no audit may say so.
+        sure: it must be found.
+        limit: runs of each world that carry the evidence it takes; None: that is not known.
+        needed: runs of each world with which enough audits find it; None: not with those that were tried.
+        found_by: the part of the audit that found it most often, there.
+        found: audits that find it, there; of a correct service, those that accuse it.
+        rounds: within which enough runs under watch raise an alarm; None: not within those that were watched.
+        watched: runs under watch; 0: there is nothing to watch.
+    """
+
+    name: str
+    what: str
+    kind: Kind | Where | None
+    most: int
+    audits: int
+    base: str = ""
+    correct: bool = False
+    sure: bool = True
+    limit: float | None = None
+    needed: int | None = None
+    found_by: str = ""
+    found: int = 0
+    rounds: int | None = None
+    watched: int = 0
+
+    @property
+    def missed(self) -> bool:
+        """It was not found, though there is enough evidence, or it is correct and was accused more often than by chance."""
+        if self.correct:
+            return _too_many(self.found, self.audits, 1.0 - CONFIDENCE)
+        enough = self.limit is None or ENOUGH * self.limit <= self.most
+        return self.needed is None and self.sure and enough
+
+
+def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADDER[-1]) -> Power:
+    """Audit a broken learner with more and more runs, each number of runs with several seeds, and watch it.
+
+    Args:
+        mutant: how it is broken; tried on its own base.
+        audits: seeds of each number of runs.
+        seed: of the first audit.
+        most: runs of each world.
+
+    Raises:
+        SpecError: it does not fit its base, or there is no such base.
+    """
+    run, data = _base_of(mutant).build()
+    worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
+    plan = plan_audit(run, data, 0, runs=LADDER[0], confidence=CONFIDENCE, worlds=worlds)
+    if mutant.breaks(plan).leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
+        worlds = plan.worlds
+    limit = None if mutant.limit is None else mutant.limit(run, 1.0 - CONFIDENCE)
+    blank = Power(mutant.name, mutant.what, mutant.kind, most, audits, mutant.base, limit=limit)
+
+    def found_by(runs: int, each: int) -> str:
+        plan = plan_audit(run, data, 0, runs=runs, confidence=CONFIDENCE, seed=each, worlds=worlds)
+        return _found_by(mutant, plan)
+
+    # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
+    worth = [rung for rung in LADDER if rung <= most and 2.0 * rung >= (limit or 0.0)]
+    power = find(blank, found_by, worth, seed)
+    if power.needed is not None and mutant.family in ("notices", "ledger"):  # what must never be is seen in one run
+        power = replace(power, needed=1)
+    return _under_watch(power, mutant, seed)
+
+
+def find(blank: Power, found_by: Callable[[int, int], str], rungs: Sequence[int], seed: int) -> Power:
+    """Audit with more and more runs until a fault is found; what is correct, with all numbers of runs.
+
+    Args:
+        blank: what is audited, and how often.
+        found_by: holds an audit with so many runs of each world, by its seed: the part that refutes the claim; empty: none.
+        rungs: runs of each world that are tried, one after the other.
+        seed: of the first audit.
+    """
+    seeds = range(seed, seed + blank.audits)
+    if blank.correct:
+        accusers = [who for runs in rungs for each in seeds if (who := found_by(runs, each))]
+        return replace(blank, audits=len(rungs) * blank.audits, found_by="".join(accusers[:1]), found=len(accusers))
+    for runs in rungs:
+        if found := _found_in((found_by(runs, each) for each in seeds), blank.audits):
+            return replace(blank, needed=runs, found_by=found.most_common(1)[0][0], found=found.total())
+    return blank
+
+
+def _found_in(finders: Iterable[str], audits: int) -> Counter[str]:
+    """What found something in how many audits; nothing once it was missed more often than may be.
+
+    Args:
+        finders: of every audit, as they are held, the part that found it; empty: none did.
+        audits: how many there are.
+    """
+    found, spare = Counter[str](), math.floor((1.0 - FOUND) * audits + 1e-9)
+    for who in finders:
+        if who:
+            found[who] += 1
+        elif not spare:
+            return Counter()
+        else:
+            spare -= 1
+    return found
+
+
+def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
+    """The part of the audit that refutes the claim first; empty: none."""
+    try:
+        broken = mutant.breaks(plan)
+    except SpecError:  # it fits its base, but not these worlds: here it does nothing
+        return ""
+    if broken.noticed is not None:
+        return next(iter(broken.noticed(plan)), "")
+    if mutant.family == "conformance":
+        return _strongest(_conformance(plan, broken))
+    return next(iter(_seen_by(audited(plan, broken).found)), "")
+
+
+def _conformance(plan: AuditPlan, broken: Broken) -> Sequence[Test]:
+    """Only the tests of conformance."""
+    from sottovoce_core.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
+
+    def examined(share: Share) -> Battery:
+        said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
+        close = math.ceil(plan.close * said.replicas)
+        return examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close)
+
+    run = broken.actual or plan.run
+    first, *others = shares(plan.runs, at_a_time(plan.run), plan.seeds.audited)
+    battery = examined(first)
+    for share in others:
+        battery.merge(examined(share))
+    return battery.tests(plan.levels)
+
+
+def _under_watch(blank: Power, mutant: Mutant, seed: int) -> Power:
+    """Watch some runs, longer than those that are audited."""
+    run, data = _base_of(mutant).lasting(WATCHED).build()
+    plan = plan_audit(run, data, 0, worlds=(mutant.swap or mirrored(1.0, -1.0))(run, data, 0))
+    try:
+        broken = mutant.breaks(plan)
+    except SpecError:
+        return blank
+    if mutant.kind == "across runs" or (broken.noise is SeededNoise and broken.actual is None):
+        return blank
+    records, seeds = plan.worlds.data(plan.data, 0), (np.random.SeedSequence((seed, k)) for k in range(blank.audits))
+    alarms = sorted(_rounds_to_alarm(plan.run, records, each, broken.actual, broken.noise) for each in seeds)
+    last = alarms[math.ceil(FOUND * blank.audits) - 1]
+    return replace(blank, rounds=None if math.isinf(last) else int(last), watched=blank.audits)

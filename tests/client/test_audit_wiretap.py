@@ -28,7 +28,7 @@ from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import load_spec
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_lab.broken_learners import BY_WIRETAP, BrokenService
-from sottovoce_lab.broken_services import BASE, made_with, plan_beside_numbers
+from sottovoce_lab.broken_services import BASE, _made_with, _plan_beside_numbers
 from sottovoce_lab.gallery import gallery_of
 
 BROKEN = {each.name: each for each in BY_WIRETAP}
@@ -43,8 +43,8 @@ SURE = 0.9999
 
 def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
     """The audit, and how many connections a run of each world has."""
-    plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
-    with made_with(broken, plan, "wiretap") as made:
+    plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
+    with _made_with(broken, plan, "wiretap") as made:
         assert made.tapped and len(made.kept) == 2 * RUNS
         heard = {
             world: [each.ciphertext.connections for each in made.kept if each.ciphertext and each.world == world]
@@ -70,8 +70,8 @@ def test_a_connection_more_is_found_by_a_wiretap() -> None:
 @pytest.mark.slow
 def test_a_connection_more_is_not_found_by_a_relay() -> None:
     """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
-    plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
-    with made_with(BROKEN["another connection"], plan, "relay") as made:
+    plan = _plan_beside_numbers(QUIET, RUNS, 1, SURE)
+    with _made_with(BROKEN["another connection"], plan, "relay") as made:
         assert audit_of(plan, made, say_nothing).verdict.kind != "refuted"
 
 

@@ -24,8 +24,8 @@ from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import Prepared
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.running.run import Run
-from sottovoce_lab.cases import Exhibit, Gallery, GuessingRate, Membership, Strip
-from sottovoce_lab.gallery import gallery_page
+from sottovoce_lab.cases import Gallery, Membership, _GuessingRate
+from sottovoce_lab.gallery import _gallery_page
 from sottovoce_lab.rebuild import Rebuilt
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
@@ -71,12 +71,13 @@ def of_an_audit(name: str) -> Page:
 
 def of_a_gallery(name: str) -> Page:
     pictures = np.linspace(0, 1, 8).reshape(2, 4)
-    strip = Strip(name, Rebuilt(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7))
+    rebuilt = Rebuilt(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7)
+    attacked = {name: rebuilt, f"{name} again": rebuilt}
     rates = np.array([0.0, 0.5, 1.0])
-    guessed = GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
+    guessed = _GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
     guesses = Membership(name, name, name, 1.0, True, guessed)
-    exhibits = tuple(Exhibit(attack, (strip, strip)) for attack in ("linear", "network", "gossip", "capture"))
-    return gallery_page(Gallery((*exhibits, Exhibit("network", ())), (guesses,), name))
+    attacks = {"linear": attacked, "network": {}, "gossip": attacked, "capture": attacked}
+    return _gallery_page(Gallery(attacks, (guesses,), name))
 
 
 def of_a_comparison(name: str) -> Page:

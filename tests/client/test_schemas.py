@@ -379,7 +379,7 @@ def test_a_replacement_is_a_record_of_the_schema(prepared: Prepared, folder: Pat
 
 def test_canaries_of_a_schema_are_kept_whole(prepared: Prepared, folder: Path) -> None:
     drawn = draw(prepared.run, prepared.data, 3, np.random.default_rng(0))
-    kept.save(drawn, folder)
+    kept._save(drawn, folder)
     found = kept.load(folder / "canaries.json")
     assert found == drawn and found.pair is not None
     assert kept.placed(prepared, found).data.learners[0].features.shape == prepared.data.learners[0].features.shape

@@ -26,9 +26,9 @@ import yaml
 from rich.console import Console
 
 from sottovoce_client.watching import watch as watching
-from sottovoce_client.watching.canaries import CommitmentError, load, placed, save
+from sottovoce_client.watching.canaries import CommitmentError, _save, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.watching.view import Gauges, Sight, picture, power, view
+from sottovoce_client.watching.view import Gauges, Sight, View, _power
 from sottovoce_client.watching.watch import WatchRequest, _Watching, watch, where
 from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.errors import CaptureError, SottovoceError, SpecError
@@ -229,9 +229,9 @@ def test_coins_are_committed_to_secret_and_guessed(folder: Path) -> None:
 def test_other_canaries_than_those_committed_to_are_refused(folder: Path, tmp_path: Path) -> None:
     kept = load(folder / "canaries.json")
     turned = replace(kept, coins=tuple(1 - coin for coin in kept.coins))
-    digest = save(turned, tmp_path)
+    digest = _save(turned, tmp_path)
     assert load(tmp_path / "canaries.json", digest) == turned
-    assert save(turned, tmp_path) != digest  # the nonce hides them from whoever tries all coins
+    assert _save(turned, tmp_path) != digest  # the nonce hides them from whoever tries all coins
     with pytest.raises(CommitmentError, match="to which the run committed"):
         load(tmp_path / "canaries.json", digest)
     with pytest.raises(CommitmentError):
@@ -378,12 +378,12 @@ def a_sight(alarm: Alarm | None = None) -> Sight:
     ("e", "text"), [(-50.0, "2e−22"), (0.0, "1"), (7.0, "1,100"), (29.93, "1e13"), (13.7, "9e5"), (np.inf, "∞")]
 )
 def test_e_values_as_people_read_them(e: float, text: str) -> None:
-    assert power(e) == text
+    assert _power(e) == text
 
 
 def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
-    with view(console, clock=lambda: 0.0) as shown:
+    with View(console, clock=lambda: 0.0) as shown:
         shown.update(a_sight())
         with shown.aside():
             console.file.write("a log line\n")
@@ -391,7 +391,7 @@ def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("together") == 3  # shown, stopped, started again
     lines = Console(file=io.StringIO(), width=80, record=True)
-    lines.print(picture(a_sight()))
+    lines.print(a_sight().picture())
     text = lines.export_text().splitlines()
     assert max(map(len, text)) <= 80
     bars = {line.split()[0]: line.count("━") for line in text if line.split()[:1]}

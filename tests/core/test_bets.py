@@ -11,20 +11,33 @@ from scipy import integrate, stats
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.online.bets import (
-    Bet,
-    FarLag,
-    Histogram,
-    LowBits,
-    Repeats,
-    Scale,
+    _BLOCKS,
+    _OWN,
+    _POOLED,
+    _SHARED,
+    Stakes,
+    _Bet,
+    _FarLag,
+    _Histogram,
     _krichevsky_trofimov,
+    _LowBits,
     _on_signs,
     _on_sizes,
+    _Repeats,
+    _Scale,
     _too_many,
 )
-from sottovoce_core.auditing.online.keys import CHANCE, Keys, Sums, _keys_of
-from sottovoce_core.auditing.online.seen import _FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
-from sottovoce_core.auditing.online.watch import _BLOCKS, _OWN, _POOLED, _SHARED, _Stakes
+from sottovoce_core.auditing.online.seen import (
+    _FARTHEST_LAG,
+    CHANCE,
+    LAGS,
+    Keys,
+    Memory,
+    RoundNoise,
+    Seen,
+    _keys_of,
+    _Sums,
+)
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""
@@ -57,7 +70,7 @@ class Watched:
         return self._memory.see(said(values, self._generator))
 
 
-def totals(bets: Sequence[Bet], watched: Watched, rounds: FloatArray) -> list[FloatArray]:
+def totals(bets: Sequence[_Bet], watched: Watched, rounds: FloatArray) -> list[FloatArray]:
     """`(learners, width)` sums of every bet over all rounds, `(rounds, learners, numbers)`."""
     each: list[list[FloatArray]] = []
     for values in rounds:
@@ -72,7 +85,7 @@ def totals(bets: Sequence[Bet], watched: Watched, rounds: FloatArray) -> list[Fl
 def test_e_values_are_those_of_the_formulas() -> None:
     """Against the products and integrals that the closed forms stand for."""
     values = np.random.default_rng(0).laplace(size=(2, 1, 20))
-    histogram, scale = totals((Histogram(), Scale()), Watched(1, 20), values)
+    histogram, scale = totals((_Histogram(), _Scale()), Watched(1, 20), values)
     products = []
     for cells, probabilities in ((16, stats.laplace.cdf(values)), (8, stats.expon.cdf(np.abs(values)))):
         counts, product = np.zeros(cells), 1.0
@@ -84,15 +97,15 @@ def test_e_values_are_those_of_the_formulas() -> None:
     mixed, _ = integrate.quad(
         lambda rate: stats.gamma.pdf(rate, 20, scale=1 / 20) * rate**40 * math.exp((1 - rate) * sizes), 0, 10
     )
-    assert Histogram().e(histogram)[0] == pytest.approx(math.log(np.mean(products)))
-    assert Scale().e(scale)[0] == pytest.approx(math.log(mixed))
+    assert _Histogram().e(histogram)[0] == pytest.approx(math.log(np.mean(products)))
+    assert _Scale().e(scale)[0] == pytest.approx(math.log(mixed))
 
 
 def test_e_values_of_worked_examples() -> None:
     """Computed by hand, from the formulas."""
     fair = np.array([0.5, 0.5])
     assert _on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
-    assert Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
+    assert _Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
     assert _krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
     assert _krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
     assert _krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
@@ -131,7 +144,7 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
 def test_far_lags_are_those_of_their_rounds() -> None:
     """Of learner 0's signs on learner 1's normal scores, so many rounds back; nearer ones and farther ones do not count."""
     values = np.random.default_rng(6).laplace(size=(_FARTHEST_LAG + 5, 2, 3))
-    (sums,) = totals((FarLag(),), Watched(2, 3), values)
+    (sums,) = totals((_FarLag(),), Watched(2, 3), values)
     normal = stats.norm.ppf(stats.laplace.cdf(values))
     assert sums.shape == (2, 2 * (_FARTHEST_LAG - LAGS) * 2)
     for lag in (LAGS + 1, 20, _FARTHEST_LAG):
@@ -143,7 +156,7 @@ def test_far_lags_are_those_of_their_rounds() -> None:
 @pytest.mark.statistics
 def test_bets_on_far_lags_are_fair() -> None:
     """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
-    generator, bet = np.random.default_rng(7), FarLag()
+    generator, bet = np.random.default_rng(7), _FarLag()
     rounds = (generator.laplace(size=(2 * LAGS, 1, 4)) for _ in range(400))
     found = np.exp([bet.e(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
     assert np.ptp(found) > 0.01 and found.mean() <= 1.0 + 5.0 * found.std() / 20.0
@@ -152,7 +165,7 @@ def test_bets_on_far_lags_are_fair() -> None:
 def test_shares_add_up_to_one() -> None:
     for shares in (_OWN, (*_POOLED, *_SHARED)):
         assert sum(share for _, share in shares) == pytest.approx(1.0)
-    assert LowBits.law.sum() == pytest.approx(1.0)
+    assert _LowBits.law.sum() == pytest.approx(1.0)
 
 
 # ---- under the claim -------------------------------------------------------------------------------------------------
@@ -165,10 +178,11 @@ def test_e_values_are_at_most_one_on_average() -> None:
     bets = [bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)]
     for _ in range(400):
         rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
-        stakes, watched = _Stakes(2), Watched(2, 4, seed)
-        gains = [stakes.add(watched.see(values)) for values in rounds]
+        stakes, watched = Stakes(2), Watched(2, 4, seed)
+        for values in rounds:
+            stakes.add(watched.see(values))
         each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
-        found.append(np.concatenate([*each, gains[-1].e]))
+        found.append(np.concatenate([*each, stakes.e]))
     e_values = np.exp(found)
     assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
 
@@ -181,9 +195,10 @@ def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
     """
     generator, found = np.random.default_rng(4), []
     for _ in range(120):
-        watched, stakes = Watched(1, 2), _Stakes(1)
-        gains = [stakes.add(watched.see(generator.laplace(size=(1, 2)))) for _ in range(_BLOCKS[0] + 2)]
-        found.append(np.exp(gains[-1].change))
+        watched, stakes = Watched(1, 2), Stakes(1)
+        for _ in range(_BLOCKS[0] + 2):
+            stakes.add(watched.see(generator.laplace(size=(1, 2))))
+        found.append(np.exp(stakes.change))
     most = (2.0 + 1.0) / 2.0
     assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
 
@@ -193,7 +208,7 @@ def test_what_is_not_a_number_counts_for_nothing() -> None:
     values = np.random.default_rng(3).laplace(size=(6, 2, 5))
     padded = np.full((7, 3, 6), np.nan)
     padded[:6, :2, :5] = values
-    bets = (Scale(), Histogram(), Repeats())  # the others know of centres, which are random, or of shifts
+    bets = (_Scale(), _Histogram(), _Repeats())  # the others know of centres, which are random, or of shifts
     sparse, dense = totals(bets, Watched(3, 6), padded), totals(bets, Watched(2, 5), values)
     for bet, some, all_of_them in zip(bets, sparse, dense, strict=True):
         assert bet.e(some)[:2] == pytest.approx(bet.e(all_of_them), abs=1e-9)
@@ -265,7 +280,7 @@ def on_lattice(generator: np.random.Generator, *shape: int) -> FloatArray:
 
 def test_sums_and_differences_are_found_however_scales_differ() -> None:
     """One number in sixteen finds its slot taken; that 9 of 40 hits are lost has probability below 1e-3."""
-    generator, sums = np.random.default_rng(0), Sums(2, 3, 40)
+    generator, sums = np.random.default_rng(0), _Sums(2, 3, 40)
     scale, exact = np.array([1.0, 4.0, 0.5])[:, None] * np.ones(40), np.ones((3, 40), dtype=bool)
     first, second, third = on_lattice(generator, 3, 3, 40)
     for said in (first, second):
@@ -285,7 +300,7 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
 
     500 rounds expect 600 and 400 at most; five deviations.
     """
-    generator, sums = np.random.default_rng(1), Sums(4, 4, 2)
+    generator, sums = np.random.default_rng(1), _Sums(4, 4, 2)
     scale, exact = np.array([1.0, 1.0, 1.0, 2.0**22])[:, None] * np.ones(2), np.ones((4, 2), dtype=bool)
     found = np.zeros(4)
     for _ in range(500):
@@ -296,7 +311,7 @@ def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
 
 
 def test_numbers_that_are_not_known_add_up_to_nothing() -> None:
-    values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), Sums(1, 2, 6)
+    values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), _Sums(1, 2, 6)
     exact = np.arange(12).reshape(6, 2).T % 4 > 0
     nothing = sums.hear(values, scale, exact)
     assert (nothing.before.sum(), nothing.now.sum(), nothing.expected_now[0]) == (0, 0, 0.0)
@@ -347,9 +362,10 @@ def correlated(generator: np.random.Generator, numbers: int) -> Iterator[FloatAr
 
 def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm: float = ALARM) -> int:
     """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
-    watched, stakes = Watched(1, numbers), _Stakes(1)
+    watched, stakes = Watched(1, numbers), Stakes(1)
     for t, values in zip(range(1, most + 1), stream, strict=False):
-        if stakes.add(watched.see(values[None])).e[1] >= alarm:
+        stakes.add(watched.see(values[None]))
+        if stakes.e[1] >= alarm:
             return t
     return most + 1
 

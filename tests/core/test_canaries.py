@@ -13,7 +13,7 @@ import pytest
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.canaries import Canaries, CanaryTest, Place, Scorer, draw
+from sottovoce_core.auditing.online.canaries import Canaries, CanaryTest, Place, _Scorer, draw
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import Draw, SeededNoise
@@ -73,7 +73,7 @@ RUNS = 20
 def guessed_in(noise: SeededNoise, alpha: float) -> CanaryTest:
     """The coins of that many runs, guessed and bet on in turns."""
     run, data, canaries = with_coins()
-    test, scorer = CanaryTest(run, data, canaries, alpha), Scorer(run, data, canaries, RUNS)
+    test, scorer = CanaryTest(run, data, canaries, alpha), _Scorer(run, data, canaries, RUNS)
     for step in simulate(run, data, noise, RUNS):
         for k, losses in scorer.take(step.t, step.by_sender()):
             for loss in losses:
@@ -139,7 +139,7 @@ def test_a_score_is_the_exact_loss_of_the_window() -> None:
     canaries = draw(run, data, 10, np.random.default_rng(3))
     known = canaries.in_data(data)
     said = list(overheard(run, known, SeededNoise(5)))
-    scorer = Scorer(run, known, canaries)
+    scorer = _Scorer(run, known, canaries)
     scores = dict(pair for t, messages in enumerate(said) for pair in scorer.take(t, messages))
     transcript = Transcript({"y": np.stack([np.concatenate([m[i]["y"] for i in range(LEARNERS)]) for m in said])})
 
@@ -164,7 +164,7 @@ def test_a_score_uses_neither_its_own_coin_nor_a_later_one() -> None:
     turned = replace(canaries, coins=canaries.coins[:first] + tuple(1 - c for c in canaries.coins[first:]))
     scores = []
     for each in (canaries, turned):
-        scorer = Scorer(run, each.in_data(data), each)
+        scorer = _Scorer(run, each.in_data(data), each)
         found = [pair for t, messages in enumerate(said) for pair in scorer.take(t, messages)]
         scores.append([loss[0] for k, loss in found if k <= first])
     assert scores[0] == scores[1] and len(scores[0]) == first + 1

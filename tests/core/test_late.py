@@ -20,7 +20,7 @@ from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import ClockSpec
-from sottovoce_lab.trial import ALGORITHMS
+from sottovoce_lab.mutants import ALGORITHMS
 from tests.examples import made_up, small_run, small_spec
 
 HOLD = {"late": "hold"}

@@ -21,7 +21,7 @@ from sottovoce_core.running.replay import Losses, Replay, replay, replayed
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
-from sottovoce_lab.trial import ALGORITHMS
+from sottovoce_lab.mutants import ALGORITHMS
 from tests.examples import made_up, small_run
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 import pytest
 from scipy import special
 
 from sottovoce_core.arrays import FloatArray
-from sottovoce_core.auditing.online.bets import Scale
-from sottovoce_core.auditing.online.sequential import Detector, EpsilonBound, Guesses, e_bh, mixture
+from sottovoce_core.auditing.online.bets import _detected, _Scale, mixture
+from sottovoce_core.auditing.online.canaries import EpsilonBound
+from sottovoce_core.auditing.online.watch import _e_bh
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""
 
 
-class Process(Protocol):
-    """A bet that goes on: the logarithm of its stake now, and what comes next."""
-
-    @property
-    def e(self) -> float: ...
-    def add(self, values: FloatArray) -> None: ...
+def bets_against(epsilon: float) -> EpsilonBound:
+    """A bet against one claim."""
+    return EpsilonBound(np.array([epsilon]))
 
 
-def rounds_to_alarm(process: Process, rounds: Iterator[FloatArray], most: int, alarm: float = ALARM) -> int:
+def e(bets: EpsilonBound) -> float:
+    """Logarithm of the e-value of the only claim."""
+    return float(bets.log_stakes[0])
+
+
+def rounds_to_alarm(process: EpsilonBound, rounds: Iterator[FloatArray], most: int, alarm: float = ALARM) -> int:
     """The round, from 1, after which the alarm was given; one more than `most` if it was not."""
     for t, values in zip(range(1, most + 1), rounds, strict=False):
         process.add(values)
-        if process.e >= alarm:
+        if e(process) >= alarm:
             return t
     return most + 1
 
@@ -45,13 +47,13 @@ def test_guesses_bet_as_the_formula_says() -> None:
         q = max(p, (c + 0.5) / i)
         stake *= q / p if z else (1 - q) / (1 - p)
         c += int(z)
-    whole, parts = Guesses(0.4), Guesses(0.4)
+    whole, parts = bets_against(0.4), bets_against(0.4)
     whole.add(right.astype(np.float64))
     for part in np.split(right.astype(np.float64), [0, 1, 13, 40]):
         parts.add(part)
 
-    assert whole.e == pytest.approx(math.log(stake))
-    assert parts.e == pytest.approx(whole.e)
+    assert e(whole) == pytest.approx(math.log(stake))
+    assert e(parts) == pytest.approx(e(whole))
 
 
 # ---- guesses ---------------------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def test_guesses_at_half_scale_are_found_out() -> None:
     """Epsilon 2 where 1 is claimed, at alpha = 0.05 and 0.001: most of them within a factor of three of 46 and 118 guesses."""
     for alpha, least, most in ((0.05, 16, 130), (0.001, 60, 240)):
         alarms = [
-            rounds_to_alarm(Guesses(1.0), iter(guesses(seed, 2.0, 600)[:, None]), 600, -math.log(alpha))
+            rounds_to_alarm(bets_against(1.0), iter(guesses(seed, 2.0, 600)[:, None]), 600, -math.log(alpha))
             for seed in range(15)
         ]
         assert least <= np.median(alarms) <= most
@@ -93,15 +95,15 @@ def test_the_bound_holds_at_all_times_and_comes_near() -> None:
 def test_the_bound_is_where_guesses_are_refuted() -> None:
     """The bound keeps the highest stake: what was refuted once stays refuted."""
     right = np.concatenate([np.ones(30), np.zeros(30)])
-    bound, single = EpsilonBound(np.array([0.5, 1.0, 1.5, 2.0, 2.5])), Guesses(1.0)
+    bound, single = EpsilonBound(np.array([0.5, 1.0, 1.5, 2.0, 2.5])), bets_against(1.0)
     bound.add(right)
     highest = []
     for value in right:
         single.add(np.array([value]))
-        highest.append(single.e)
+        highest.append(e(single))
 
-    assert max(highest) > math.log(20) > single.e
-    assert bound.log_stakes[1] == pytest.approx(single.e)
+    assert max(highest) > math.log(20) > e(single)
+    assert bound.log_stakes[1] == pytest.approx(e(single))
     assert bound.lower(0.05) >= 1.0
     assert bound.lower(0.9 * math.exp(-max(highest))) < 1.0
 
@@ -120,11 +122,11 @@ def test_the_mixture_of_e_values() -> None:
 
 def test_the_detector_finds_what_breaks_in_the_middle() -> None:
     """Half the scale from round 300 on: within two rounds of it; and no alarm before (probability below 300/1e6)."""
-    generator, detector, bet, alarm = np.random.default_rng(5), Detector(), Scale(), None
+    generator, detector, bet, alarm = np.random.default_rng(5), np.array(-np.inf), _Scale(), None
     for t in range(310):
         sizes = np.abs(generator.laplace(size=100)) * (0.5 if t >= 300 else 1.0)
-        detector.add(bet.e(np.array([sizes.sum(), 100.0])))
-        if alarm is None and detector.e >= math.log(1e6):
+        detector = _detected(detector, bet.e(np.array([sizes.sum(), 100.0])))
+        if alarm is None and detector >= math.log(1e6):
             alarm = t
     assert alarm is not None
     assert 300 <= alarm <= 302
@@ -132,23 +134,23 @@ def test_the_detector_finds_what_breaks_in_the_middle() -> None:
 
 def test_the_detector_adds_up_and_seldom_alarms_falsely() -> None:
     """`R_t = (R_{t-1} + 1) e_t`. The mean time to `R >= 20` is at least 20: 200 runs, four standard errors."""
-    detector = Detector()
-    for e in np.log([2.0, 0.5]):
-        detector.add(e)
-    assert detector.with_next(np.log(3.0)) == pytest.approx(math.log(((2.0 + 1.0) * 0.5 + 1.0) * 3.0))
+    detector = np.array(-np.inf)
+    for e_value in np.log([2.0, 0.5, 3.0]):
+        detector = _detected(detector, e_value)
+    assert detector == pytest.approx(math.log(((2.0 + 1.0) * 0.5 + 1.0) * 3.0))
 
-    generator, side_by_side = np.random.default_rng(6), Detector(200)
+    generator, side_by_side = np.random.default_rng(6), np.full(200, -np.inf)
     lengths = np.full(200, 1001)
     for t in range(1, 1001):
-        side_by_side.add(np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
-        lengths[(side_by_side.e >= math.log(20)) & (lengths > 1000)] = t
+        side_by_side = _detected(side_by_side, np.log1p(0.5 * generator.choice([-1.0, 1.0], size=200)))
+        lengths[(side_by_side >= math.log(20)) & (lengths > 1000)] = t
     assert np.mean(lengths) >= 20.0 - 4.0 * np.std(lengths) / math.sqrt(200)
 
 
 def test_e_bh_names_the_culprits() -> None:
     """Of n claims the k largest, for the largest k whose k-th e-value is at least `n / (k alpha)`."""
-    assert e_bh(np.log([1.0, 60.0, 2.0, 45.0]).tolist(), 0.05) == (1, 3)
-    assert e_bh(np.log([1.0, 60.0, 2.0, 35.0]).tolist(), 0.05) == ()
-    assert e_bh(np.log([1.0, 90.0, 2.0, 35.0]).tolist(), 0.05) == (1,)
-    assert e_bh(np.log([30.0, 30.0, 30.0, 30.0]).tolist(), 0.05) == (0, 1, 2, 3)
-    assert e_bh([], 0.05) == ()
+    assert _e_bh(np.log([1.0, 60.0, 2.0, 45.0]).tolist(), 0.05) == (1, 3)
+    assert _e_bh(np.log([1.0, 60.0, 2.0, 35.0]).tolist(), 0.05) == ()
+    assert _e_bh(np.log([1.0, 90.0, 2.0, 35.0]).tolist(), 0.05) == (1,)
+    assert _e_bh(np.log([30.0, 30.0, 30.0, 30.0]).tolist(), 0.05) == (0, 1, 2, 3)
+    assert _e_bh([], 0.05) == ()

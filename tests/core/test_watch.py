@@ -15,8 +15,9 @@ from scipy import stats
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import FloatArray, Scalars
-from sottovoce_core.auditing.online.keys import Keys
-from sottovoce_core.auditing.online.watch import _BLOCKS, Alarm, Watch
+from sottovoce_core.auditing.online.bets import _BLOCKS
+from sottovoce_core.auditing.online.seen import Keys
+from sottovoce_core.auditing.online.watch import Alarm, Watch
 from sottovoce_core.data import PlacedData
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.noise import Draw, Noise, SeededNoise

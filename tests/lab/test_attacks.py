@@ -96,8 +96,8 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
         found = _added(run, heard, i)
         rows, labels = _read_stream(found, run.loss, intercept=True)
         assert len(rows) >= 6
-        np.testing.assert_allclose(rows[:, 0], own.features[: len(rows)], atol=1e-6)
-        np.testing.assert_array_equal(labels[:, 0], own.labels[: len(rows)])
+        np.testing.assert_allclose(rows, own.features[: len(rows)], atol=1e-6)
+        np.testing.assert_array_equal(labels, own.labels[: len(rows)])
 
 
 def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
@@ -106,8 +106,8 @@ def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
         _added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
     )
     truth, _ = run.loss.enforce(data.learners[2].features[:8], data.learners[2].labels[:8])
-    np.testing.assert_allclose(rows[:, 0], truth, atol=1e-6)
-    np.testing.assert_array_equal(labels[:, 0], data.learners[2].labels[:8])
+    np.testing.assert_allclose(rows, truth, atol=1e-6)
+    np.testing.assert_array_equal(labels, data.learners[2].labels[:8])
 
 
 def test_published_gossip_is_read_whatever_epsilon_its_decisions_have() -> None:
@@ -150,8 +150,8 @@ def test_of_two_records_the_gradient_tells_which() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     found = _added(run, overheard(run, data, no_noise), 0)
     own, other = (data.learners[i].batch(0) for i in (0, 1))
-    assert _fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], own, other)
-    assert not _fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], other, own)
+    assert _fits_better(run.loss, found.at[0], found.gradients[0], own, other)
+    assert not _fits_better(run.loss, found.at[0], found.gradients[0], other, own)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from sottovoce_core.auditing.conformance.residuals import residuals
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.worlds import Share, children, overhear
 from sottovoce_core.noise import Draw, Noise, SeededNoise, grid
-from sottovoce_lab.breaking import correlated, each_message, each_number, event, repeated, rescaled, shaped
 from sottovoce_lab.catalogue import CATALOGUE, MUTANTS
-from sottovoce_lab.mutants import Kind
-from sottovoce_lab.trial import BASES, audited
+from sottovoce_lab.catalogue.distribution import _shaped
+from sottovoce_lab.catalogue.reuse import _correlated, _repeated
+from sottovoce_lab.mutants import BASES, Kind, each_message, each_number, event, rescaled
+from sottovoce_lab.trial import audited
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 SEED = np.random.SeedSequence(7)
@@ -70,7 +71,7 @@ def test_a_break_fits_its_own_run_and_breaks_one_thing(name: str) -> None:
     mutant = BY_NAME[name]
     broken = mutant.breaks(planned(mutant.base))
     other = (broken.noise is not SeededNoise, broken.actual is not None, broken.understated != 1.0)
-    assert sum((*other, broken.leak is not None, broken.heard is not None)) == 1
+    assert sum((*other, broken.leak is not None, broken.noticed is not None)) == 1
 
 
 ON_NO_LATTICE = {"raw doubles"}
@@ -415,13 +416,13 @@ def test_evidence_in_numbers() -> None:
     """By hand."""
     assert event(0.5, 0.25) == pytest.approx(0.5 * math.log(4.0 / 3.0))
     assert event(0.0, 0.5) == pytest.approx(math.log(2.0)) and event(0.3, 0.3) == 0.0
-    assert rescaled(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and correlated(0.1) == pytest.approx(
+    assert rescaled(0.99) == pytest.approx(0.01**2 / 2.0, rel=0.01) and _correlated(0.1) == pytest.approx(
         0.005, rel=0.01
     )
     # Normal of variance 2: E x^2/4 = 1/2 and E |x| = 2/sqrt(pi).
-    normal = shaped(lambda sizes: np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi))
+    normal = _shaped(lambda sizes: np.exp(-(sizes**2) / 4.0) / math.sqrt(math.pi))
     assert normal == pytest.approx(2.0 / math.sqrt(math.pi) - 0.5 - math.log(math.sqrt(math.pi)), rel=1e-4)
-    assert shaped(lambda sizes: np.exp(-sizes)) == pytest.approx(0.0, abs=1e-9)
+    assert _shaped(lambda sizes: np.exp(-sizes)) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_evidence_in_runs() -> None:
@@ -430,4 +431,4 @@ def test_evidence_in_runs() -> None:
     assert each_number(0.01)(run, 0.05) == pytest.approx(math.log(20.0) / 1.44)
     assert each_message(10.0, 0.01)(run, 0.05) == pytest.approx(math.log(10.0) / 0.48)  # else none is there to be found
     # 1,000 of 217,147 values: e^(-1000^2/(2 * 217147)) = 0.1 that no two are equal.
-    assert repeated(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)
+    assert _repeated(217_147.0, lambda run: 10.0)(run, 0.05) == pytest.approx(50.0, rel=1e-5)

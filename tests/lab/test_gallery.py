@@ -18,7 +18,7 @@ from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
-from sottovoce_lab import gallery
+from sottovoce_lab import cases
 from sottovoce_lab.gallery import SHOWN, _png, gallery_of
 from tests.services.network import network
 
@@ -29,7 +29,7 @@ for module in ("sklearn", "scipy", "jinja2"):
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if PyTorch were not installed."""
-    monkeypatch.setattr(gallery, "find_spec", lambda name: None)
+    monkeypatch.setattr(cases, "find_spec", lambda name: None)
 
 
 def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> None:

@@ -11,10 +11,10 @@ from sottovoce_core import algorithms
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.errors import SpecError
 from sottovoce_core.noise import Draw
-from sottovoce_lab.breaking import Spoken, _overspent, forgetful, notices, times
 from sottovoce_lab.catalogue import MUTANTS
-from sottovoce_lab.mutants import Broken, Mutant, noisy
-from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms, MutantOutcome, added, attempt, false_alarms
+from sottovoce_lab.catalogue.wire import _forgetful, _notices, _overspent, _Spoken
+from sottovoce_lab.mutants import ALGORITHMS, BASES, Broken, Mutant, noisy, times
+from sottovoce_lab.trial import Alarms, MutantOutcome, added, attempt, false_alarms
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
@@ -27,7 +27,7 @@ def planned(base: str = "ldp-dol, budget") -> AuditPlan:
 def tried(name: str, base: str | None = None) -> MutantOutcome:
     mutant = BY_NAME[name]
     base = base or mutant.base
-    return attempt(mutant, *(BASES.get(base) or ALGORITHMS[base]).build(), base=base)
+    return attempt(mutant, (BASES.get(base) or ALGORITHMS[base]).build())
 
 
 def test_draws_know_their_lattice() -> None:
@@ -62,11 +62,11 @@ def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> Non
 
 def test_correct_messages_are_not_noticed() -> None:
     plan = planned()
-    said = Spoken(plan)
+    said = _Spoken(plan)
     assert len(said.messages) == 16 * 3 * 2
-    broken = forgetful(said)
+    broken = _forgetful(said)
     stopped = [each for each in said.messages if each.round < 3]
-    assert notices(stopped, plan) == {} and len(broken) > len(stopped)
+    assert _notices(stopped, plan) == {} and len(broken) > len(stopped)
     assert len(_overspent(said.messages, plan)) == 3  # nobody stops: everybody overspends
     assert all(each.round < 16 for each in broken) and _overspent(broken, plan)[0].startswith("learner-0")
 
@@ -74,8 +74,7 @@ def test_correct_messages_are_not_noticed() -> None:
 def test_what_breaks_nothing_is_missed() -> None:
     """Else it would be the tests that are broken. A false alarm: 1/20 for each number of runs; at this seed none."""
     nothing = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 100)
-    run, data = BASES["dola"].build()
-    outcome = attempt(nothing, run, data, seed=3)
+    outcome = attempt(nothing, BASES["dola"].build(), seed=3)
     assert outcome.missed and outcome.needed is None and outcome.families == () and outcome.numbers > 0
 
 
@@ -101,12 +100,12 @@ def test_a_mutant_that_does_not_fit_says_why(name: str, base: str, why: str) -> 
 def test_a_length_tells_nothing_where_no_gradient_is_ever_zero() -> None:
     """In batches, every feature is in some record."""
     base = replace(BASES["ldp-dol, epsilon 1"], batch=4)
-    assert "ever zero" in attempt(BY_NAME["length"], *base.build()).unfit
+    assert "ever zero" in attempt(BY_NAME["length"], base.build()).unfit
 
 
 def test_a_mutant_of_ones_own() -> None:
-    loud = Mutant("loud", "0.7 of the scale", noisy(lambda generator: times(0.7)), "conformance", 20)
-    assert attempt(loud, *BASES["dola"].build()).families == ("conformance",)
+    loud = Mutant("loud", "0.7 of the scale", noisy(times(0.7)), "conformance", 20)
+    assert attempt(loud, BASES["dola"].build()).families == ("conformance",)
 
 
 # ---- false alarms ----------------------------------------------------------------------------------------------------
@@ -137,11 +136,11 @@ def test_too_many_false_alarms_are_no_chance() -> None:
 def test_nobody_hears_the_learner_twice() -> None:
     """On a path of two there is one neighbour only, and nobody to tell something else."""
     base = replace(BASES["dola"], sections={"learners": 2, "topology": {"graph": "path"}})
-    assert "only one learner hears" in attempt(BY_NAME["two faces"], *base.build()).unfit
+    assert "only one learner hears" in attempt(BY_NAME["two faces"], base.build()).unfit
 
 
 def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
     base = replace(BASES["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
     plan = plan_audit(*base.build(), 0, runs=20)
     with pytest.raises(SpecError, match="whole run"):
-        forgetful(Spoken(plan))
+        _forgetful(_Spoken(plan))

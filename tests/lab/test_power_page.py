@@ -14,12 +14,11 @@ import pytest
 from rich.console import Console
 
 from sottovoce_lab import power
-from sottovoce_lab.breaking import each_run
 from sottovoce_lab.broken_learners import BY_WIRETAP, ON_NETWORK
-from sottovoce_lab.broken_services import FOREIGN, measure_foreign, measure_on_network
+from sottovoce_lab.broken_services import FOREIGN, measure_foreign, measure_service
 from sottovoce_lab.catalogue import CATALOGUE
-from sottovoce_lab.measuring import ENOUGH, LADDER, Power, Served, measure, served
-from sottovoce_lab.mutants import Broken, Mutant
+from sottovoce_lab.mutants import Broken, Mutant, each_run
+from sottovoce_lab.trial import ENOUGH, LADDER, Power, find, measure
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 RUNNING = {broken.name: broken for broken in ON_NETWORK}
@@ -73,8 +72,8 @@ def test_what_gives_too_little_evidence_is_not_missed(monkeypatch: pytest.Monkey
 
 
 def test_what_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Power("lost", "", None, "dola", 2, limit=10.0)
-    assert lost.missed(int(10 * ENOUGH)) and not lost.missed(int(10 * ENOUGH) - 1)
+    lost = Power("lost", "", None, int(10 * ENOUGH), 2, "dola", limit=10.0)
+    assert lost.missed and not replace(lost, most=int(10 * ENOUGH) - 1).missed
     monkeypatch.setattr(power, "measure", lambda mutant, **more: lost)
     monkeypatch.setattr(power, "CATALOGUE", [FAINT])
     without_services(monkeypatch)
@@ -158,14 +157,14 @@ def test_what_a_foreign_service_says_again_is_found() -> None:
 )
 def test_a_broken_learner_is_found_on_real_services(name: str, found_by: set[str]) -> None:
     """Half the noise gives 0.19 nats a number, of which 24 runs of each world have 2,304; the rest tells a record every time."""
-    found = measure_on_network(RUNNING[name], rungs=(24,), audits=1)
+    found = measure_service(RUNNING[name], "relay", rungs=(24,), audits=1)
     assert found.needed == 24 and found.found_by in found_by and not found.missed
 
 
 @pytest.mark.slow
 def test_a_correct_learner_is_not_accused_on_real_services() -> None:
     """By construction with probability at most 0.01."""
-    found = measure_on_network(RUNNING["correct"], rungs=(24,), audits=1)
+    found = measure_service(RUNNING["correct"], "relay", rungs=(24,), audits=1)
     assert (found.correct, found.found, found.audits, found.missed) == (True, 0, 1, False)
 
 
@@ -175,8 +174,8 @@ def test_only_the_first_of_each_kind_are_correct() -> None:
     assert len(RUNNING) == len(ON_NETWORK) and len(CALLED) == len(FOREIGN)
 
 
-def blank(*, correct: bool) -> Served:
-    return Served("some", "", "foreign services", correct, most=48, audits=5)
+def blank(*, correct: bool) -> Power:
+    return Power("some", "", "foreign services", 48, 5, correct=correct)
 
 
 def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it() -> None:
@@ -186,16 +185,16 @@ def test_a_broken_service_needs_the_fewest_runs_with_which_enough_audits_find_it
         held.append((runs, seed))
         return "sizes" if runs >= 48 else ""
 
-    found = served(blank(correct=False), found_by, (24, 48, 100), seed=7)
+    found = find(blank(correct=False), found_by, (24, 48, 100), seed=7)
     assert (found.needed, found.found_by, found.found, found.missed) == (48, "sizes", 5, False)
     assert held == [(24, 7), *((48, 7 + k) for k in range(5))]
-    assert served(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).missed
+    assert find(blank(correct=False), lambda runs, seed: "", (24, 48), seed=0).missed
 
 
 @pytest.mark.parametrize(("accused", "missed"), [(0, False), (1, False), (2, True)])
 def test_a_correct_service_is_audited_with_all_runs_and_may_hardly_be_accused(accused: int, missed: bool) -> None:
     """At 99 %, two of five audits accuse it with probability 0.001; two of ten with 0.004, three with 0.0001."""
-    found = served(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
+    found = find(blank(correct=True), lambda runs, seed: "sizes" if seed < accused else "", (24,), seed=0)
     assert (found.needed, found.found, found.audits, found.missed) == (None, accused, 5, missed)
 
 

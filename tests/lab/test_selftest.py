@@ -14,8 +14,8 @@ from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Prepared
 from sottovoce_lab import selftest
 from sottovoce_lab.catalogue import MUTANTS
-from sottovoce_lab.mutants import Broken, Mutant
-from sottovoce_lab.trial import ALGORITHMS, BASES, Alarms
+from sottovoce_lab.mutants import ALGORITHMS, BASES, Broken, Mutant
+from sottovoce_lab.trial import Alarms, attempt
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
 """As if it were one of somebody's own."""
@@ -85,4 +85,4 @@ def test_a_mutant_must_be_one(name: str, problem: str) -> None:
 def test_a_base_must_be_known() -> None:
     assert "ldp-dol" in BASES
     with pytest.raises(SpecError, match="base must be one of"):
-        selftest._attempt_on_base(Mutant("x", "", lambda plan: Broken(), "ledger", 20, base="none"), None, 0)
+        attempt(Mutant("x", "", lambda plan: Broken(), "ledger", 20, base="none"))

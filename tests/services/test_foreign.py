@@ -28,7 +28,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce_client.auditing import foreign as auditing
-from sottovoce_client.auditing.foreign import audit_foreign, load_noise
+from sottovoce_client.auditing.foreign import _load_noise, audit_foreign
 from sottovoce_client.auditing.foreign_runs import ForeignRequest, RunIs, load_decoder, read_runs
 from sottovoce_client.cli import app
 from sottovoce_core.errors import CaptureError, SpecError, Unavailable
@@ -171,7 +171,7 @@ async def test_a_weak_claim_is_amber_and_a_page_that_fails_loses_no_result(
     def broken(*_: object) -> None:
         raise ValueError("no such figure")
 
-    monkeypatch.setattr(auditing, "foreign_page", broken)
+    monkeypatch.setattr(auditing, "_foreign_page", broken)
     capsys.readouterr()
     assert audit_foreign(asked, tmp_path / "broken") == 3
     out, err = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_a_file_of_noise_claims_that_says_something_else(tmp_path: Path, text: s
     path = tmp_path / "noise.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=says):
-        load_noise(path)
+        _load_noise(path)
 
 
 async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ _KEYS = {"law", "scale", "centre"}
 _WHAT = "a file of noise claims"
 
 
-def load_noise(path: Path) -> dict[str, NoiseClaim]:
+def _load_noise(path: Path) -> dict[str, NoiseClaim]:
     """Read the claims of a file, by decoded field.
 
     Raises:
@@ -106,7 +106,7 @@ _TALL = 3.0
 """Of the claim, how far that figure reaches."""
 
 
-def foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, digest: str) -> Page:
+def _foreign_page(done: ForeignAudit, reading: Reading, asked: ForeignRequest, digest: str) -> Page:
     """The page of an audit.
 
     Args:
@@ -212,7 +212,7 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
     if asked.delta > 0.0 and math.isinf(asked.claim):
         raise SpecError("--delta needs --claim, the epsilon that is claimed at this delta")
     reader = None if asked.decoder is None else load_decoder(asked.decoder)
-    noise = None if asked.noise is None else load_noise(asked.noise)
+    noise = None if asked.noise is None else _load_noise(asked.noise)
     with terminal.bar("reading the captures") as say:
         reading = read_runs(asked.folder, reader, asked.run_is)
         done = audit_conversations(
@@ -227,7 +227,7 @@ def audit_foreign(asked: ForeignRequest, out: Path, console: Console | None = No
     write_json(out / "audit.json", _document(done, reading, asked))
     digest = hashlib.sha256((out / "audit.json").read_bytes()).hexdigest()
     page = out / "audit.html"
-    code = terminal.attempt(str(page), lambda: foreign_page(done, reading, asked, digest).write(page))
+    code = terminal.attempt(str(page), lambda: _foreign_page(done, reading, asked, digest).write(page))
     print_verdict(done.verdict, asked.name, _rows(done, reading, asked), _notes(done, reading, asked), console)
     console.out(f"{out}: audit.json{'' if code else ', audit.html'}", highlight=False)
     return 1 if done.verdict.kind == "refuted" else code

@@ -136,10 +136,10 @@ def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Re
 def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunIs, reading: Reading) -> None:
     """Add the runs of one capture, a part at a time."""
     runs: dict[object, _Run] = {}
-    run_of = _Names(run_is, reading)
+    named: dict[int, str | None] = {}
     for row in _rows(capture):
         reading.messages += row["kind"] == "message"
-        key = run_of(row)
+        key = row[run_is] if run_is in ("connection", "stream") else _named(row, run_is, named)
         if key is None:
             continue
         run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
@@ -152,6 +152,7 @@ def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunIs,
             decoded = _decoded(decoder, row, f"{capture.facts['capture_id']}, {run_is} {key}", reading)
         stream = run.streams.setdefault(row["stream"], len(run.streams))
         run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
+    reading.unnamed += sum(name is None for name in named.values())
     for key, run in runs.items():
         if run_is == "connection" and run.paused:
             reading.paused += 1
@@ -179,24 +180,14 @@ class _Run:
         (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
 
 
-class _Names:
-    """Which run a row belongs to; None: nobody says."""
-
-    def __init__(self, run_is: RunIs, reading: Reading) -> None:
-        self._column = run_is if run_is in ("connection", "stream") else None
-        self._key, self._reading = run_is.removeprefix("metadata:"), reading
-        self._named: dict[int, str | None] = {}
-
-    def __call__(self, row: Mapping[str, Any]) -> object:
-        if self._column is not None:
-            return row[self._column]
-        stream = row["stream"]
-        if stream not in self._named:  # what a client sends first is its metadata
-            first = row["kind"] == "metadata" and row["direction"] == "out"
-            entries = _heard(row, 0, 0.0, None).entries if first else ()
-            self._named[stream] = next((value for key, value in entries if key == self._key), None)
-            self._reading.unnamed += self._named[stream] is None
-        return self._named[stream]
+def _named(row: Mapping[str, Any], run_is: RunIs, named: dict[int, str | None]) -> str | None:
+    """The run that a stream's metadata name, which a client sends first; None: they name none."""
+    stream = row["stream"]
+    if stream not in named:
+        first = row["kind"] == "metadata" and row["direction"] == "out"
+        entries = _heard(row, 0, 0.0, None).entries if first else ()
+        named[stream] = next((value for key, value in entries if f"metadata:{key}" == run_is), None)
+    return named[stream]
 
 
 def _rows(capture: Capture) -> Iterator[dict[str, Any]]:

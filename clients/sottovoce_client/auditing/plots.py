@@ -38,7 +38,7 @@ from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
 from sottovoce_core.auditing.audit import Audit
 from sottovoce_core.auditing.bounds import Bound, epsilon_lower_bound
 from sottovoce_core.auditing.likelihood import Ratios, RoundBounds
-from sottovoce_core.auditing.online.sequential import EpsilonBound
+from sottovoce_core.auditing.online.canaries import EpsilonBound
 from sottovoce_core.auditing.worlds import Twins
 
 WORLDS = (("first world", BLUE), ("second world", RED))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sottovoce_client.transcripts.verify import UNSIGNED, faults, read
+from sottovoce_client.transcripts.verify import UNSIGNED, read
 from sottovoce_client.wording import count
 from sottovoce_core.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture
@@ -62,7 +62,7 @@ def provenance(captures: Sequence[Capture], place: Folder, *, stands: Path | Non
     heard, evidence, lacking = 0, 0, Counter[str]()
     for capture in captures:
         words = read(capture, authorities)
-        if wrong := next((line for name, own in words.items() for line in faults(name, own)), None):
+        if wrong := next((line for name, own in words.items() for line in own.faults(name)), None):
             known = any(own.signs for own in words.values())
             why = (
                 "It was changed, or they said two things"

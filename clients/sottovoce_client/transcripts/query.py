@@ -13,14 +13,13 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import numpy as np
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
@@ -44,36 +43,26 @@ _FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".m
 MOST_SHOWN, _MOST_UPRIGHT, _MOST_LETTERS = 200, 20, 60
 _MEMORY = "2GB"
 _FETCHED = 10_000
+_AT_ONCE, _AT_ONCE_BYTES = 32, 64 * 1024 * 1024
 _LAST_ROUND = 2**62
 """What is beyond it is no round that anybody counted up to."""
-AT_ONCE, _AT_ONCE_BYTES = 32, 64 * 1024 * 1024
 _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What lies below a folder.
-
-    Attributes:
-        captures: of the eavesdropper.
-        simulated: folders and names of the simulator's transcripts.
-    """
-
-    captures: tuple[Capture, ...]
-    simulated: tuple[tuple[Folder, str], ...]
+Simulated = tuple[Folder, str]
+"""Folder and name of a simulator's transcript."""
 
 
-def find(place: str) -> _Found:
+def find(place: str) -> tuple[list[Capture], list[Simulated]]:
     """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
 
     Raises:
         CaptureError: there are none.
     """
+    captures, simulated = list[Capture](), list[Simulated]()
     if place.endswith(".parquet"):
         folder, _, name = place.rpartition("/")
-        return _Found((), ((open_folder(folder or "."), name),))
-    captures: list[Capture] = []
-    simulated: list[tuple[Folder, str]] = []
+        return captures, [(open_folder(folder or "."), name)]
     try:
         _gather(open_folder(place), _DEPTH, captures, simulated)
     except OSError as error:
@@ -83,10 +72,10 @@ def find(place: str) -> _Found:
         raise CaptureError(
             f"{place} has neither captures nor a transcript.parquet, which `sottovoce simulate --write transcript` writes{file}"
         )
-    return _Found(tuple(captures), tuple(simulated))
+    return captures, simulated
 
 
-def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[tuple[Folder, str]]) -> None:
+def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[Simulated]) -> None:
     names = folder.names()
     if "capture.json" in names:
         captures.append(open_capture(folder))
@@ -102,7 +91,7 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
 
 
 @contextmanager
-def tables(found: _Found, wanted: str) -> Iterator[Any]:
+def tables(captures: Sequence[Capture], simulated: Sequence[Simulated], wanted: str) -> Iterator[Any]:
     """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
 
     Raises:
@@ -110,30 +99,37 @@ def tables(found: _Found, wanted: str) -> Iterator[Any]:
         CaptureError: something cannot be read.
     """
     duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
-    with scratch("sottovoce-query-") as folder:
-        connection = duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MEMORY})
-        try:
-            named = set(re.findall(r"\w+", wanted.lower()))
-            if "messages" in named and not found.captures:
-                raise SpecError("there are no messages here, only what was simulated: query said")
-            if "messages" in named:
-                _fill(connection, "messages", (batch for each in found.captures for batch in each.batches()))
-            if "said" in named:
-                _fill(connection, "said", _said(found))
-            connection.execute("SET enable_external_access = false")
-            connection.execute("SET lock_configuration = true")
-            yield connection
-        finally:
-            connection.close()
+    named = set(re.findall(r"\w+", wanted.lower()))
+    if "messages" in named and not captures:
+        raise SpecError("there are no messages here, only what was simulated: query said")
+    sources = {
+        "messages": (batch for each in captures for batch in each.batches()),
+        "said": chain(
+            [_rows("", -1, -1, "", *_NOTHING)],  # the right columns even where there is nothing
+            (batch for each in captures for batch in _said_in(each)),
+            (batch for folder, name in simulated for batch in _simulated(folder, name)),
+        ),
+    }
+    with (
+        scratch("sottovoce-query-") as folder,
+        duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MEMORY}) as connection,
+    ):
+        for name in sources.keys() & named:
+            _fill(connection, name, sources[name])
+        connection.execute("SET enable_external_access = false")
+        connection.execute("SET lock_configuration = true")
+        yield connection
 
 
 def _fill(connection: Any, name: str, batches: Iterator[pa.RecordBatch]) -> None:
-    """A table, batch by batch: it lies on disk, not in memory."""
+    """A table, some batches at a time: it lies on disk, not in memory."""
     created = False
     for table in _gathered(batches):
-        connection.register("arrived", table)
-        connection.execute(f"INSERT INTO {name} FROM arrived" if created else f"CREATE TABLE {name} AS FROM arrived")
-        connection.unregister("arrived")
+        arrived = connection.from_arrow(table)
+        if created:
+            arrived.insert_into(name)
+        else:
+            arrived.create(name)
         created = True
     if not created:
         raise CaptureError(f"there is nothing for the table {name}: no record")
@@ -146,39 +142,25 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
     for batch in batches:
         held.append(batch)
-        if len(held) == AT_ONCE or sum(each.nbytes for each in held) > _AT_ONCE_BYTES:
+        if len(held) == _AT_ONCE or sum(each.nbytes for each in held) > _AT_ONCE_BYTES:
             yield pa.Table.from_batches(held)
             held = []
     if held:
         yield pa.Table.from_batches(held)
 
 
-def _said(found: _Found) -> Iterator[pa.RecordBatch]:
-    """All that was said, in batches; the first has the right columns even where there is nothing.
-
-    Raises:
-        CaptureError: something cannot be read.
-    """
-    yield _rows("", -1, -1, "", *_NOTHING)
-    for capture in found.captures:
-        yield from _said_in(capture)
-    for folder, name in found.simulated:
-        yield from _simulated(folder, name)
-
-
 def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
     """Each message of a capture once, whoever heard it."""
-    codec, seen = RoundCodec(capture.shapes), set[bytes]()
-    facts = capture.facts
-    run, world, replica = (
-        facts["run_id"],
-        *(-1 if (told := facts.get(k)) is None else told for k in ("world", "replica")),
-    )
+    codec, seen, run = RoundCodec(capture.shapes), set[bytes](), capture.facts["run_id"]
+    world, replica = (-1 if number is None else number for number in (capture.world, capture.replica))
     for batch in capture.batches(("kind", "method", "sender", "payload")):
         messages = rounds_only(batch)
         rows, rounds, senders, fields = decoded(messages, codec)
-        payloads = messages.column("payload").take(rows).to_pylist()
-        new = [k for k, payload in enumerate(payloads) if _is_new(payload, seen)]
+        new = []
+        for k, payload in enumerate(messages.column("payload").take(rows).to_pylist()):
+            if (key := digest(payload)) not in seen:
+                seen.add(key)
+                new.append(k)
         for field, values in fields.items():
             flat = values[new].reshape(len(new), -1) if new else np.empty((0, 0))
             yield _rows(run, world, replica, field, rounds[new], senders[new], flat)
@@ -194,12 +176,6 @@ def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArra
     kept = rounds < _LAST_ROUND
     fields = {name: values[kept] for name, values in fields.items()}
     return rows[kept], rounds[kept].astype(np.int64), senders[kept].astype(np.int64), fields
-
-
-def _is_new(payload: bytes, seen: set[bytes]) -> bool:
-    before = len(seen)
-    seen.add(digest(payload))
-    return len(seen) > before
 
 
 def _rows(run: str, world: int, replica: int, field: str, rounds: Any, senders: Any, values: Any) -> pa.RecordBatch:
@@ -251,7 +227,7 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
     """
     require_new(out)
     duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
-    with tables(find(place), sql) as connection:
+    with tables(*find(place), sql) as connection:
         try:
             statements = connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -305,21 +281,14 @@ def _show(answer: Any, console: Console) -> None:
         console.print(table)
     else:
         shown = _MOST_UPRIGHT
-        for row in rows[:shown]:
-            console.print(_upright([column[0] for column in answer.description], row))
+        for row in rows[:shown]:  # a line for each column
+            upright = terminal.facts()
+            for column, cell in zip(answer.description, row, strict=True):
+                upright.add_row(column[0], Text(cell_text(cell)))
+            console.print(upright)
+            console.print()
     if len(rows) > shown:
         console.print(f"The first {shown} rows; --csv or --out FILE.parquet gives all.", style="dim")
-
-
-def _upright(names: Sequence[str], row: Sequence[object]) -> Table:
-    """A row that is too wide for the terminal: a line for each column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, cell in zip(names, row, strict=True):
-        table.add_row(name, Text(cell_text(cell)))
-    table.add_row()
-    return table
 
 
 def cell_text(cell: object) -> str:

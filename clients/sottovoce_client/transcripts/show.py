@@ -151,24 +151,24 @@ def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console 
         SpecError: there is no such learner.
     """
     console = console or terminal.console(highlight=False)
-    found = find(place)
+    captures, simulated = find(place)
     channels, rows = [], list[tuple[Any, ...]]()
-    if len(found.captures) == 1:
-        channels = _one(found.captures[0], sender, first, console)
-    elif found.captures:
-        _many(found.captures, console)
-    if found.simulated:
-        with tables(found, "said") as connection:
+    if len(captures) == 1:
+        channels = _one(captures[0], sender, first, console)
+    elif captures:
+        _many(captures, console)
+    heads = ("run", "world", "field", "rounds", "learners", "replicas", "numbers")
+    if simulated:
+        with tables(captures, simulated, "said") as connection:
             asked = "SELECT run, world, field, count(DISTINCT round), count(DISTINCT sender), count(DISTINCT replica), "
             rows = connection.execute(asked + "any_value(len(value)) FROM said GROUP BY ALL ORDER BY ALL").fetchall()
-        table = _plain("run", "world", "field", "rounds", "learners", "replicas", "numbers")
+        table = _plain(*heads)
         for row in rows:
             table.add_row(*(Text(cell_text(cell)) for cell in row))
         console.print(table)
-    heads = ("run", "world", "field", "rounds", "learners", "replicas", "numbers")
     terminal.tell(
         lambda: {
-            "captures": [_document(each) for each in found.captures],
+            "captures": [_document(each) for each in captures],
             "channels": channels,
             "simulated": [dict(zip(heads, row, strict=True)) for row in rows],
         }
@@ -182,7 +182,7 @@ def _document(capture: Capture) -> dict[str, Any]:
     return {"capture": capture.name, "complete": capture.complete, **{name: facts.get(name) for name in names}}
 
 
-def _many(captures: tuple[Capture, ...], console: Console) -> None:
+def _many(captures: Sequence[Capture], console: Console) -> None:
     names = [cell_text(each.name.rstrip("/").rsplit("/", 1)[-1]) for each in captures]
     runs = [cell_text(each.facts["run_id"]) for each in captures]
     told = {key: [each.facts.get(key) for each in captures] for key in ("world", "replica")}

@@ -110,6 +110,15 @@ class Words:
         """Whether it has signed anything."""
         return bool(self._signed)
 
+    def faults(self, name: str) -> Iterator[str]:
+        """What is wrong with what the learner of this name has said and signed, a sentence each."""
+        if self.twice:
+            yield f"{name} has signed two messages of {_rounds(self.twice)}: it said two things, and cannot deny it"
+        if others := sorted(set(self.others) - set(self.twice)):
+            yield f"{name} has signed another message of {_rounds(others)} than passed here: a forgery, or it said two things"
+        for why, times in self.refused.most_common(_MOST_SHOWN):
+            yield f"{name}: {count(times)}x refused: {why}"
+
     def _digest(self, t: int) -> bytes | None:
         """Of what it has signed first of a round."""
         block, k = divmod(t, BLOCK)
@@ -209,7 +218,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
         raise NotReady(f"no authorities in {authorities}: {why}") from None
-    captures = find(place).captures
+    captures, _ = find(place)
     if len(captures) != 1:
         raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")
     found = read(captures[0], believed)
@@ -220,7 +229,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         heard, evidence = words.heard, words.evidence
         table.add_row(Text(name), count(heard), count(evidence), count(heard - evidence))
     console.print(table)
-    wrong = [line for name, words in found.items() for line in faults(name, words)]
+    wrong = [line for name, words in found.items() for line in words.faults(name)]
     for line in wrong:
         console.print(Text(line, style="bold red"))
     signed = any(words.signs for words in found.values())
@@ -248,16 +257,6 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         }
     )
     return 1 if wrong else NOT_ALL_SIGNED if lacks else 0
-
-
-def faults(name: str, words: Words) -> Iterator[str]:
-    """What is wrong with what a learner has said and signed, a sentence each."""
-    if words.twice:
-        yield f"{name} has signed two messages of {_rounds(words.twice)}: it said two things, and cannot deny it"
-    if others := sorted(set(words.others) - set(words.twice)):
-        yield f"{name} has signed another message of {_rounds(others)} than passed here: a forgery, or it said two things"
-    for why, times in words.refused.most_common(_MOST_SHOWN):
-        yield f"{name}: {count(times)}x refused: {why}"
 
 
 def _rounds(rounds: list[int]) -> str:

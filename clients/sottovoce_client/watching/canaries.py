@@ -42,7 +42,7 @@ def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
         raise SpecError("canaries take the places of records that are there before the run, and live ones are not")
     generator = np.random.default_rng(secrets.randbits(256))
     canaries = draw(prepared.run, prepared.data, count, generator)
-    digest = save(canaries, folder)
+    digest = _save(canaries, folder)
     terminal.console(stderr=True, highlight=False).print(
         f"{count} canaries for {number(canaries.claim)} epsilon or less; committed to: sha256 {digest}\n"
         "They replace records: the run learns less from those rounds.",
@@ -51,7 +51,7 @@ def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
     return replace(prepared, data=canaries.in_data(prepared.data))
 
 
-def save(canaries: Canaries, folder: Path) -> str:
+def _save(canaries: Canaries, folder: Path) -> str:
     """Write both files; returns the SHA-256 of the secret one, in hexadecimal."""
     document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
     content = (json.dumps(document, indent=1) + "\n").encode()

@@ -13,7 +13,7 @@ import numpy as np
 from ruamel.yaml.error import YAMLError
 
 from sottovoce_client.documents import private, scratch
-from sottovoce_core.auditing.online.keys import SIZE, Keys
+from sottovoce_core.auditing.online.seen import SIZE, Keys
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
@@ -125,7 +125,7 @@ class InFolder:
     def _search(self) -> Folder | None:
         inside = self._place.below("captures")
         below = [folder.below(name) for folder in (inside, self._place) for name in folder.names()]
-        for folder in (self._place, *sorted(below, key=_written, reverse=True)):
+        for folder in (self._place, *sorted(below, key=lambda each: each.written("capture.json"), reverse=True)):
             if "capture.json" in folder.names():
                 return folder
         return None
@@ -138,11 +138,6 @@ def _unrecorded(spec: Path) -> bool:
     except (OSError, ValueError, YAMLError):
         return False
     return isinstance(found, dict) and found.get("capture", "none") == "none"
-
-
-def _written(folder: Folder) -> float:
-    """When it was written, where that is known."""
-    return folder.written("capture.json")
 
 
 @asynccontextmanager

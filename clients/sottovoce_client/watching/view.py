@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -71,82 +72,106 @@ class Sight:
         """An alarm in words."""
         since = {"canaries": "coins are guessed too well", "equivocation": "two messages of one round"}
         what = since.get(alarm.test, "the noise is not what is claimed" + (", of late" if alarm.change else ""))
-        e, line = power(alarm.e), power(alarm.threshold)
+        e, line = _power(alarm.e), _power(alarm.threshold)
         return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
+    def picture(self, most: int = 40) -> RenderableType:
+        """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
+        head = Text.assemble((self.title, "bold"), "  ", (self.state, _COLOURS.get(self.state, "")))
+        head.append(f"  round {count(self.watch.round)}" + (f"/{count(self.rounds)}" if self.rounds else ""))
+        parts: list[RenderableType] = [head, _table(self, max(3, most))]
+        if self.canaries is not None:
+            parts.append(Text(_canary_words(self.canaries), style="magenta"))
+        return Group(*parts)
 
-View = Union["_Lines", "_Panel"]
-"""Somebody to show it to, as often as one likes; within `aside`, others write to the terminal."""
+    def print_end(self, console: Console) -> None:
+        """The table as it stands, and what may be said."""
+        console.print(self.picture())
+        for alarm in self.alarms:
+            console.print(Text(f"ALARM: {self.sentence(alarm)}", style="bold red"))
+        chance = f"{100 * self.alpha:.3g} %"
+        if self.alarms:
+            text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
+        else:
+            text = f"No alarm in {plural(self.watch.round, 'round')}. A false one had a chance of at most {chance}."
+        console.print(Text(text))
+        if self.provenance:
+            console.print(Text(self.provenance))
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "run": self.title,
+            "state": self.state,
+            "rounds_watched": self.watch.round,
+            "rounds": self.rounds,
+            "alpha": self.alpha,
+            "provenance": self.provenance,
+            "alarms": [
+                {"learner": None if each.learner is None else self.names[each.learner], "text": self.sentence(each)}
+                | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
+                for each in self.alarms
+            ],
+        }
 
 
-@contextmanager
-def view(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[View]:
-    """Show a watch while the context lasts: a panel on a terminal, which disappears at the end, else lines."""
-    if not console.is_terminal:
-        yield _Lines(console, clock)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield _Panel(live, clock)
+class View:
+    """Shows a watch while a `with` block lasts, as often as one likes.
 
+    On a terminal a panel, which disappears at the end; else a line about every two seconds, and at every tenth of the rounds.
 
-class _Lines:
-    """A line about every two seconds, and at every tenth of the rounds."""
+    Args:
+        console: where.
+        clock: seconds.
+    """
 
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
-        self._said = (-math.inf, 0)
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._shown: tuple[float, object] = -math.inf, None
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     def update(self, sight: Sight) -> None:
+        """Show it, unless it comes too soon after the last."""
         now, tenth = self._clock(), 10 * sight.watch.round // sight.rounds if sight.rounds else 0
-        if now - self._said[0] < PLAIN_SECONDS and tenth == self._said[1]:
+        pause, news = (PLAIN_SECONDS, tenth) if self._live is None else (LIVE_SECONDS, sight.state)
+        if now - self._shown[0] < pause and news == self._shown[1]:
             return
-        self._said = (now, tenth)
-        self._console.out("  ".join(_words(sight)), highlight=False)
+        self._shown = now, news
+        if self._live is None:
+            self._console.out("  ".join(_words(sight)), highlight=False)
+        else:
+            self._live.update(sight.picture(self._console.height - 10), refresh=True)
 
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it, others write to the terminal."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 def _words(sight: Sight) -> Iterator[str]:
     watch = sight.watch
     worst = max(watch.learners, key=lambda each: each.e)
     yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
-    yield f"e-value {power(watch.e)} of {power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
-    yield f"of late {power(watch.change)} of {power(watch.change_threshold)}"
+    yield f"e-value {_power(watch.e)} of {_power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
+    yield f"of late {_power(watch.change)} of {_power(watch.change_threshold)}"
     if sight.canaries is not None:
         yield _canary_words(sight.canaries)
 
 
-class _Panel:
-    def __init__(self, live: Live, clock: Callable[[], float]) -> None:
-        self._live, self._clock, self._shown = live, clock, (-math.inf, "")
-
-    def update(self, sight: Sight) -> None:
-        now = self._clock()
-        if now - self._shown[0] >= LIVE_SECONDS or sight.state != self._shown[1]:
-            self._shown = (now, sight.state)
-            self._live.update(picture(sight, self._live.console.height - 10), refresh=True)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._live.stop()
-        try:
-            yield
-        finally:
-            self._live.start()
-
-
 # ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def picture(sight: Sight, most: int = 40) -> RenderableType:
-    """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
-    head = Text.assemble((sight.title, "bold"), "  ", (sight.state, _COLOURS.get(sight.state, "")))
-    head.append(f"  round {count(sight.watch.round)}" + (f"/{count(sight.rounds)}" if sight.rounds else ""))
-    parts: list[RenderableType] = [head, _table(sight, max(3, most))]
-    if sight.canaries is not None:
-        parts.append(Text(_canary_words(sight.canaries), style="magenta"))
-    return Group(*parts)
 
 
 def _table(sight: Sight, most: int) -> Table:
@@ -170,14 +195,14 @@ def _table(sight: Sight, most: int) -> Table:
     table.add_section()
     lines = (watch.threshold, watch.change_threshold)
     table.add_row("together", *_cells((watch.e, watch.change), lines), style="bold")
-    table.add_row("alarm from", "", power(lines[0]), "", power(lines[1]), style="dim")
+    table.add_row("alarm from", "", _power(lines[0]), "", _power(lines[1]), style="dim")
     return table
 
 
 def _cells(e_values: tuple[float, float], lines: tuple[float, float]) -> Iterator[Text]:
     for e, line in zip(e_values, lines, strict=True):
         yield _bar(e / line)
-        yield Text(power(e), style="bold red" if e >= line else "")
+        yield Text(_power(e), style="bold red" if e >= line else "")
 
 
 def _bar(full: float) -> Text:
@@ -195,7 +220,7 @@ def _canary_words(canaries: CanaryTest) -> str:
     )
 
 
-def power(e: float) -> str:
+def _power(e: float) -> str:
     """An e-value, of its logarithm: two or three digits, or one and a power of ten where it is very large or small."""
     if math.isinf(e):
         return "∞" if e > 0 else "0"
@@ -203,42 +228,21 @@ def power(e: float) -> str:
         return number(math.exp(e), 2 if e < 4.0 else 3)
     exponent, fraction = divmod(e / math.log(10.0), 1.0)
     mantissa = round(10.0**fraction)
-    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else power(e + 0.1)
-
-
-def print_end(sight: Sight, console: Console) -> None:
-    """The table as it stands, and what may be said."""
-    console.print(picture(sight))
-    for alarm in sight.alarms:
-        console.print(Text(f"ALARM: {sight.sentence(alarm)}", style="bold red"))
-    chance = f"{100 * sight.alpha:.3g} %"
-    if sight.alarms:
-        text = f"If all claims held, an alarm would have come with a chance of at most {chance}."
-    else:
-        text = f"No alarm in {plural(sight.watch.round, 'round')}. A false one had a chance of at most {chance}."
-    console.print(Text(text))
-    if sight.provenance:
-        console.print(Text(sight.provenance))
-
-
-def document(sight: Sight) -> dict[str, Any]:
-    """The same for programs."""
-    return {
-        "run": sight.title,
-        "state": sight.state,
-        "rounds_watched": sight.watch.round,
-        "rounds": sight.rounds,
-        "alpha": sight.alpha,
-        "provenance": sight.provenance,
-        "alarms": [
-            {"learner": None if each.learner is None else sight.names[each.learner], "text": sight.sentence(each)}
-            | {"round": each.round, "test": each.test, "e_value": each.e, "threshold": each.threshold}
-            for each in sight.alarms
-        ],
-    }
+    return f"{mantissa}e{exponent:.0f}".replace("10e", "1e").replace("-", "−") if mantissa < 10 else _power(e + 0.1)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+_OF_LEARNERS = {
+    "log_e_value": "Natural logarithm of the e-value since round 0; learner is empty: of all.",
+    "change_log_e_value": "The same for a change on the way.",
+    "log_threshold": "From where on log_e_value is an alarm.",
+    "change_log_threshold": "From where on change_log_e_value is an alarm.",
+    "alarms": "Alarms so far; learner is empty where none stands out.",
+    "round": "Rounds watched.",
+}
+"""Gauges with a learner each, and what they mean."""
 
 
 class Gauges:
@@ -260,14 +264,7 @@ class Gauges:
         def gauge(name: str, text: str, *labels: str) -> Any:
             return prometheus_client.Gauge(f"sottovoce_watch_{name}", text, ("run", *labels), registry=registry)
 
-        self._e = gauge(
-            "log_e_value", "Natural logarithm of the e-value since round 0; learner is empty: of all.", "learner"
-        )
-        self._change = gauge("change_log_e_value", "The same for a change on the way.", "learner")
-        self._line = gauge("log_threshold", "From where on log_e_value is an alarm.", "learner")
-        self._change_line = gauge("change_log_threshold", "From where on change_log_e_value is an alarm.", "learner")
-        self._alarms = gauge("alarms", "Alarms so far; learner is empty where none stands out.", "learner")
-        self._round = gauge("round", "Rounds watched.", "learner")
+        self._of_learners = [gauge(name, text, "learner") for name, text in _OF_LEARNERS.items()]
         self._bound = gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
         try:
             self._server, _ = prometheus_client.start_http_server(port, host, registry)
@@ -284,22 +281,16 @@ class Gauges:
 
     def update(self, sight: Sight) -> None:
         """Give these numbers from now on."""
-        blamed = [None if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms]
-        watch, title = sight.watch, sight.title
-        self._tell("", title, watch.e, watch.change, (watch.threshold, watch.change_threshold))
+        watch, lines = sight.watch, (sight.watch.threshold, sight.watch.change_threshold)
+        blamed = Counter("" if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms)
+        self._tell(sight.title, "", watch.e, watch.change, *lines, blamed[""])
         for each in watch.learners:
-            name = sight.names[each.learner]
-            lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
-            self._tell(name, title, each.e, each.change, lines)
-            self._round.labels(sight.title, name).set(each.rounds)
-            self._alarms.labels(sight.title, name).set(blamed.count(name))
-        self._alarms.labels(sight.title, "").set(blamed.count(None))
+            name, own = sight.names[each.learner], (line + watch.alone for line in lines)
+            self._tell(sight.title, name, each.e, each.change, *own, blamed[name], each.rounds)
         if sight.canaries is not None:
             self._bound.labels(sight.title).set(sight.canaries.bound)
 
-    def _tell(self, learner: str, title: str, e: float, change: float, lines: tuple[float, float]) -> None:
-        """E-values, and from where on they are an alarm."""
-        for gauge, value in zip(
-            (self._e, self._change, self._line, self._change_line), (e, change, *lines), strict=True
-        ):
-            gauge.labels(title, learner).set(value)
+    def _tell(self, run: str, learner: str, *values: float) -> None:
+        """The first gauges of `_OF_LEARNERS`, in their order."""
+        for gauge, value in zip(self._of_learners, values, strict=False):
+            gauge.labels(run, learner).set(value)

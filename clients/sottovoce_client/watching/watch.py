@@ -19,7 +19,7 @@ from sottovoce_client.running.conduct import run_async
 from sottovoce_client.transcripts.provenance import provenance
 from sottovoce_client.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.watching.following import InFolder, Source, at_eavesdropper, load_keys, save_keys
-from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View, document, print_end, view
+from sottovoce_client.watching.view import INCOMPLETE, NO_ALARM, Gauges, Sight, View
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.canaries import CanaryTest
 from sottovoce_core.auditing.online.watch import Alarm, Watch
@@ -125,8 +125,8 @@ def watch(
     if sight is None:
         console.out("Nothing was watched: there was no capture yet.", highlight=False)
         return 130
-    print_end(sight, console)
-    terminal.tell(lambda: document(sight))
+    sight.print_end(console)
+    terminal.tell(sight.document)
     return 1 if sight.alarms else {"interrupted": 130, INCOMPLETE: 2}.get(sight.state, sight.unsaved)
 
 
@@ -156,7 +156,7 @@ class _Watching:
         rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT, names=run.spec.names)
         if self._logs and (others := [name for i, name in enumerate(sight.names) if i not in self._logs]):
             console.out(f"Not watched: {', '.join(others)}.", highlight=False)
-        with view(console) as shown:
+        with View(console) as shown:
             while True:
                 await self._take(capture, codec, rounds, sight, shown)
                 if self._over(capture, sight) or await self._told():

@@ -5,8 +5,9 @@ To add one: a `Mutant` in the file of its class.
 
 from sottovoce_lab.catalogue.centre import CENTRE, DATA
 from sottovoce_lab.catalogue.distribution import SCALE, SHAPE, SUPPORT
+from sottovoce_lab.catalogue.lattice import LATTICE
 from sottovoce_lab.catalogue.reuse import LEARNERS, RUNS, WITHIN
-from sottovoce_lab.catalogue.wire import LATTICE, WIRE
+from sottovoce_lab.catalogue.wire import WIRE
 from sottovoce_lab.mutants import Mutant
 
 CATALOGUE: tuple[Mutant, ...] = (*SCALE, *SHAPE, *SUPPORT, *LATTICE, *WITHIN, *LEARNERS, *RUNS, *CENTRE, *DATA, *WIRE)

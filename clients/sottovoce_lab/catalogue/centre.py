@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,97 +16,184 @@ from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.swaps import PILOT
 from sottovoce_core.auditing.worlds import Share, overhear
 from sottovoce_core.errors import SpecError
-from sottovoce_core.noise import Draw, Noise, SeededNoise
+from sottovoce_core.noise import Draw, Noise, SeededNoise, no_noise
 from sottovoce_core.running.replay import replay
 from sottovoce_core.running.run import Run
-from sottovoce_lab.breaking import Altered, Change, each_message, each_number, event, rescaled, scaled
 from sottovoce_lab.mutants import (
+    Altered,
     Breaks,
     Broken,
-    Following,
+    Change,
     Mutant,
-    Says,
+    On,
+    Source,
     altered,
+    each_message,
+    each_number,
+    event,
     faults,
-    following,
-    laplace_only,
     mirrored,
-    unaided,
+    noisy,
+    require_noise,
+    rescaled,
+    scaled,
     where,
-    with_loss,
 )
+
+# ---- what is followed ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a learner has when it speaks.
+
+    Attributes:
+        state: as the correct algorithm has it.
+        before: the same, one round earlier.
+        batch: the records of the round before; None: there was none.
+    """
+
+    state: Any
+    before: Any
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Says:
+    """What it would say in this round, and what may make its noise another one.
+
+    Attributes:
+        centre: without noise.
+        moved: by how much that is not what it said before, without noise.
+        labels: of the first record of the round before; 0 where there was none. The same for all replicas.
+    """
+
+    centre: FloatArray
+    moved: FloatArray
+    labels: FloatArray
+
+
+_Following = Callable[[FloatArray, Draw, _Says], FloatArray]
+"""From correct noise, and what it should know nothing of, to what is said in its place."""
+
+
+class _Follows(Altered):
+    """An algorithm whose noise follows what it should hide."""
+
+    def __init__(self, correct: Any, change: _Following) -> None:
+        super().__init__(correct)
+        self._change = change
+
+    def start(self, who: Any) -> _Known:
+        state = self.correct.start(who)
+        return _Known(state, state)
+
+    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
+        _, clean = self.correct.speak(known.state, no_noise)
+        _, old = self.correct.speak(known.before, no_noise)
+        labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
+
+        def follow(drawn: FloatArray, draw: Draw) -> FloatArray:
+            if draw.field not in clean.fields:
+                return drawn
+            centre = clean[draw.field]
+            return self._change(drawn, draw, _Says(centre, centre - old[draw.field], labels))
+
+        state, said = self.correct.speak(known.state, lambda draw: follow(noise(draw), draw))
+        return replace(known, state=state), said
+
+    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
+        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
+
+    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
+        state, density = self.correct.overheard(known.state, message)
+        return replace(known, state=state), density
+
+    def decision(self, known: _Known) -> FloatArray:
+        decision: FloatArray = self.correct.decision(known.state)
+        return decision
+
+
+def _following(change: _Following, on: On = "laplace") -> Breaks:
+    """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
+
+    def breaks(plan: AuditPlan) -> Broken:
+        require_noise(plan, on)
+        return altered(lambda algorithm: _Follows(algorithm, change))(plan)
+
+    return breaks
+
+
+def _with_loss(change: Callable[[Any], Any]) -> Breaks:
+    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+
+    def changed_in(algorithm: Any) -> Any:
+        if hasattr(algorithm, "descent"):
+            return replace(algorithm, descent=changed_in(algorithm.descent))
+        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
+            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+        return replace(algorithm, loss=change(algorithm.loss))
+
+    return altered(changed_in)
+
 
 # ---- centre ----------------------------------------------------------------------------------------------------------
 
 
-class _SaysMinimiser(Altered):
+def _says_minimiser(pvp: Any) -> Altered:
     """PVP that sends f in place of f + e."""
 
-    def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
-        state, _ = self.correct.speak(state, noise)
+    def speak(state: Any, noise: Noise) -> tuple[Any, Message]:
+        state, _ = pvp.speak(state, noise)
         return state, Message({"y": state.primal})
 
+    return Altered(pvp, speak=speak)
 
-@dataclass(frozen=True)
-class _Louder(Altered):
+
+def _louder(loss: Any, factor: float) -> Altered:
     """A loss whose gradients are a factor larger."""
-
-    factor: float
-
-    def gradient_sum(self, theta: FloatArray, batch: Any) -> FloatArray:
-        total: FloatArray = self.factor * self.correct.gradient_sum(theta, batch)
-        return total
+    return Altered(loss, gradient_sum=lambda theta, batch: factor * loss.gradient_sum(theta, batch))
 
 
-class _Unclipped(Altered):
+def _unclipped(loss: Any) -> Altered:
     """A loss that takes records as they come, and gradients as they are."""
-
-    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return features, labels
+    return Altered(loss, enforce=lambda features, labels: (features, labels))
 
 
-@dataclass(frozen=True)
-class _Weighted(Altered):
-    """What was heard, with other weights."""
-
-    factor: float
-
-    def weighted_sum(self, name: str) -> FloatArray:
-        total: FloatArray = self.factor * self.correct.weighted_sum(name)
-        return total
-
-
-@dataclass(frozen=True)
-class _Weighs(Altered):
+def _weighs(algorithm: Any, factor: float) -> Altered:
     """An algorithm that weighs its neighbours' messages otherwise."""
 
-    factor: float
+    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
+        weighted = Altered(heard, weighted_sum=lambda name: factor * heard.weighted_sum(name))
+        return algorithm.listen(state, weighted, batch)
 
-    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
-        return self.correct.listen(state, _Weighted(heard, self.factor), batch)
+    return Altered(algorithm, listen=listen)
 
 
-class _Twice(Altered):
+def _twice(algorithm: Any) -> Altered:
     """An algorithm that uses the first record of a round twice, and not the last one."""
 
-    def listen(self, state: Any, heard: Heard, batch: Batch) -> Any:
+    def listen(state: Any, heard: Heard, batch: Batch) -> Any:
         order = np.arange(batch.size)
         order[-1:] = order[:1]
-        return self.correct.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
+        return algorithm.listen(state, heard, Batch(batch.features[..., order, :], batch.labels[..., order]))
+
+    return Altered(algorithm, listen=listen)
 
 
-_says_f = where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")(
-    altered(_SaysMinimiser)
+_says_f = where(
+    altered(_says_minimiser), lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide"
 )
-_batches = where(
-    lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
-    "no round brings more than one record",
+_batches = partial(
+    where,
+    fits=lambda plan: np.diff(plan.data.learners[plan.worlds.learner].offsets).max() >= 2,
+    why="no round brings more than one record",
 )
 
 
 def _summed(plan: AuditPlan) -> Broken:
     sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
-    return with_loss(lambda loss: _Louder(loss, float(sizes.max())))(plan)
+    return _with_loss(lambda loss: _louder(loss, float(sizes.max())))(plan)
 
 
 def _understating(share: Callable[[Run], float]) -> Breaks:
@@ -124,70 +211,66 @@ def _understating(share: Callable[[Run], float]) -> Breaks:
     return breaks
 
 
-def _stale(part: float) -> Following:
+def _stale(part: float) -> _Following:
     """The decision of the round before is said, or a part of the way back to it."""
     return lambda noise, draw, says: noise - draw.rounded(part * says.moved)
 
 
 _centre = partial(faults("centre"), base="dola")
 
+
+def _charged(name: str, what: str, share: Callable[[Run], float], base: str = "dola, 1 feature", **more: Any) -> Mutant:
+    mutant: Mutant = _centre(name, what, _understating(share), family="likelihood", base=base, **more)
+    return mutant
+
+
 CENTRE = (
     _centre("pvp says f", "the minimiser is sent, not f + e", _says_f, quick=True, base="pvp"),
     _centre("summed", "gradients summed, not averaged", _batches(_summed), quick=True, base="dola, batches of 4"),
     _centre(
-        "not clipped", "records at ten times their bound", with_loss(_Unclipped), quick=True, swap=mirrored(10.0, -10.0)
+        "not clipped",
+        "records at ten times their bound",
+        _with_loss(_unclipped),
+        quick=True,
+        swap=mirrored(10.0, -10.0),
     ),
-    *(
-        _centre(name, what, _understating(share), quick=True, family="likelihood", runs=500, base=base)
-        for name, what, share, base in (
-            ("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, "dola, 1 feature"),
-            (
-                "clipped in l2",
-                "an l2 norm charged: short by √d",
-                lambda run: float(run.algorithm.dim) ** -0.5,
-                "dola, 9 features",
-            ),
-        )
+    _charged("half the sensitivity", "half the sensitivity is charged", lambda run: 0.5, quick=True, runs=500),
+    _charged(
+        "clipped in l2",
+        "an l2 norm charged: short by √d",
+        lambda run: float(run.algorithm.dim) ** -0.5,
+        base="dola, 9 features",
+        quick=True,
+        runs=500,
     ),
-    _centre(
-        "nine tenths of the sensitivity",
-        "less than the sensitivity is charged",
-        _understating(lambda run: 0.9),
-        family="likelihood",
-        base="dola, 1 feature",
-    ),
+    _charged("nine tenths of the sensitivity", "less than the sensitivity is charged", lambda run: 0.9),
     *(
         _centre(
             f"clipped at {times:g}",
             f"records at {times:g} times their bound",
-            with_loss(_Unclipped),
+            _with_loss(_unclipped),
             swap=mirrored(times, -times),
         )
         for times in (2.0, 1.2)
     ),
     *(
-        _centre(f"gradients {factor:g} times", "gradients are too large", with_loss(partial(_Louder, factor=factor)))
+        _centre(f"gradients {factor:g} times", "gradients are too large", _with_loss(partial(_louder, factor=factor)))
         for factor in (4.0 / 3.0, 1.1)
     ),
     *(
         _centre(
-            f"weights {factor:g} times", "neighbours are weighed otherwise", altered(partial(_Weighs, factor=factor))
+            f"weights {factor:g} times", "neighbours are weighed otherwise", altered(partial(_weighs, factor=factor))
         )
         for factor in (0.5, 0.95)
     ),
     _centre(
         "a record used twice",
         "one of four records counts twice, another not at all",
-        _batches(altered(_Twice)),
+        _batches(altered(_twice)),
         base="dola, batches of 4",
     ),
-    *(
-        _centre(name, what, laplace_only(following(_stale(part))))
-        for name, what, part in (
-            ("an old decision", "the decision of the round before is said", 1.0),
-            ("half a step behind", "half a step is left out", 0.5),
-        )
-    ),
+    _centre("an old decision", "the decision of the round before is said", _following(_stale(1.0))),
+    _centre("half a step behind", "half a step is left out", _following(_stale(0.5))),
 )
 """A centre that is not the promised one, or a claim that is not what the centre allows."""
 
@@ -195,54 +278,37 @@ CENTRE = (
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _skips_zeros(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
-    """No noise on coordinates that are zero."""
-    return np.where(says.centre == 0.0, 0.0, noise)
-
-
-def _by_label(factor: float) -> Following:
+def _by_label(noise: FloatArray, draw: Draw, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale after a record of class 1."""
-    return lambda noise, draw, says: scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
+    return scaled(noise, np.where(says.labels > 0.0, factor, 1.0), draw)
 
 
-def _by_size(factor: float) -> Following:
+def _by_size(noise: FloatArray, draw: Draw, says: _Says, factor: float) -> FloatArray:
     """Noise of another scale where the model moved by more than usual for this learner's numbers: by its norm."""
-
-    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
-        norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
-        far = norms > np.median(norms, axis=-2, keepdims=True)
-        return scaled(noise, np.where(far, factor, 1.0), draw)
-
-    return change
+    norms = np.linalg.norm(says.moved, axis=-1, keepdims=True)
+    far = norms > np.median(norms, axis=-2, keepdims=True)
+    return scaled(noise, np.where(far, factor, 1.0), draw)
 
 
-def _towards(share: float) -> Following:
+def _towards(noise: FloatArray, draw: Draw, says: _Says, share: float) -> FloatArray:
     """Some numbers get the sign of what the model moved by; which ones, digits far behind the point of their size tell."""
-
-    def change(noise: FloatArray, draw: Draw, says: Says) -> FloatArray:
-        digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
-        return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
-
-    return change
+    digits, _ = np.modf(np.abs(noise) / draw.scale * 2.0**20)
+    return np.where((digits < share) & (says.moved != 0.0), np.copysign(noise, says.moved), noise)
 
 
-def _marked(size: float) -> Following:
+def _marked(noise: FloatArray, draw: Draw, says: _Says, size: float) -> FloatArray:
     """Beside the noise, the label of the last record is said, so many scales large."""
-    return lambda noise, draw, says: noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
+    return noise + draw.rounded(size * draw.scale * np.sign(says.labels - 0.5))
 
 
 def _by_round(factor: float) -> Change:
     """Noise of another scale in every fourth round."""
-    return lambda noise, draw: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
+    return lambda noise, draw, source: scaled(noise, factor if draw.round % 4 == 3 else 1.0, draw)
 
 
-def _by_coordinate(factor: float) -> Change:
-    """One coordinate of another scale."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, factor, 1.0), draw)
-
-    return change
+def _one_coordinate(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
+    """The first coordinate's scale is another one."""
+    return scaled(noise, np.where(np.arange(noise.shape[-1]) == 0, 0.9, 1.0), draw)
 
 
 _data = faults("noise that follows data")
@@ -252,34 +318,41 @@ def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share
     """Noise of a scale that follows something: another one in so many of the numbers."""
     for factor in (0.8, 0.95):
         name, what = f"{factor:g} {when}", f"the scale follows {follows}"
-        yield _data(name, what, laplace_only(breaks(factor)), each_number(share * rescaled(factor)))
+        yield _data(name, what, breaks(factor), each_number(share * rescaled(factor)))
 
 
 DATA = (
-    _data("zeros left out", "no noise on zero coordinates", following(_skips_zeros), quick=True),
-    *_rescaling("after label 1", "the last label", lambda factor: following(_by_label(factor)), 0.5),
-    *_rescaling("after a long step", "the norm of the step", lambda factor: following(_by_size(factor)), 0.5),
+    _data(
+        "zeros left out",
+        "no noise on zero coordinates",
+        _following(lambda noise, draw, says: np.where(says.centre == 0.0, 0.0, noise), "any"),
+        quick=True,
+    ),
+    *_rescaling("after label 1", "the last label", lambda factor: _following(partial(_by_label, factor=factor)), 0.5),
+    *_rescaling(
+        "after a long step", "the norm of the step", lambda factor: _following(partial(_by_size, factor=factor)), 0.5
+    ),
     *(
         _data(
             f"{100 * share:g} % of signs follow",
             "signs follow the step",
-            laplace_only(following(_towards(share))),
+            _following(partial(_towards, share=share)),
             each_number(event(0.5 + share / 2.0, 0.5)),
         )
         for share in (0.2, 0.05)
     ),
-    *_rescaling("in every fourth round", "the round number", lambda factor: unaided(partial(_by_round, factor)), 0.25),
+    *_rescaling("in every fourth round", "the round number", lambda factor: noisy(_by_round(factor), "laplace"), 0.25),
     _data(
         "one coordinate at 0.9",
         "the scale follows the coordinate",
-        laplace_only(unaided(partial(_by_coordinate, 0.9))),
+        noisy(_one_coordinate, "laplace"),
         each_message(rescaled(0.9)),
     ),
     *(
         _data(
             f"label said, {size:g} scales large",
             "the noise's mean follows the last label",
-            laplace_only(following(_marked(size))),
+            _following(partial(_marked, size=size)),
             each_number(math.exp(-size) - 1.0 + size),
         )
         for size in (0.1, 0.02)

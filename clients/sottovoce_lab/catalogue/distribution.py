@@ -8,73 +8,72 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from numpy.random import Generator
 
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.noise import Draw
-from sottovoce_lab.breaking import (
+from sottovoce_lab.mutants import (
+    Broken,
     Change,
+    Mutant,
+    Source,
+    altered,
     each_message,
     each_number,
     event,
+    faults,
+    faults_of_noise,
     in_scales,
+    noisy,
     rescaled,
     scaled,
-    shaped,
     sometimes,
     times,
+    where,
 )
-from sottovoce_lab.mutants import Broken, Mutant, altered, faults, laplace_only, lattice_only, noisy, unaided, where
 
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
 
-def _one_learner(factor: float) -> Change:
+def _one_learner(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     """The first learner's scale is another one."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        factors = np.ones((len(noise), *(1 for _ in noise.shape[1:])))
-        factors[0] = factor
-        return scaled(noise, factors, draw)
-
-    return change
+    factors = np.ones((len(noise), *(1 for _ in noise.shape[1:])))
+    factors[0] = 0.95
+    return scaled(noise, factors, draw)
 
 
-def _by_run(generator: Generator, spread: float) -> Change:
+def _by_run(noise: FloatArray, draw: Draw, source: Source, spread: float) -> FloatArray:
     """Every run has a scale of its own, equally often too large and too small by as much."""
-    factors: dict[int, FloatArray] = {}
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        replicas = noise.shape[-2]
-        own = factors.setdefault(replicas, 1.0 + spread * generator.choice((-1.0, 1.0), (replicas, 1)))
-        return scaled(noise, own, draw)
-
-    return change
+    replicas = noise.shape[-2]
+    if replicas not in source.kept:
+        source.kept[replicas] = 1.0 + spread * source.generator.choice((-1.0, 1.0), (replicas, 1))
+    return scaled(noise, source.kept[replicas], draw)
 
 
-_twice_zeta = where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")(
-    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+_twice_zeta = where(
+    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed"))),
+    lambda plan: plan.run.spec.algorithm.name == "dvp",
+    "only dvp has a rate of alpha_hat",
 )
 
-_scale = faults("scale")
+_scale = partial(faults_of_noise("scale"), on="any")
 
 
 def _of_scale(factor: float, name: str, what: str = "", *, quick: bool = False) -> Mutant:
-    breaks = unaided(partial(times, factor))
-    return _scale(name, what or f"noise of {factor:g} of its scale", breaks, each_number(rescaled(factor)), quick=quick)
+    what = what or f"noise of {factor:g} of its scale"
+    return _scale(name, what, times(factor), each_number(rescaled(factor)), quick=quick)
 
 
 SCALE = (
     _of_scale(0.5, "half the noise", "noise of half its scale", quick=True),
     _of_scale(0.9, "0.9 of the scale", quick=True),
     *(_of_scale(factor, f"{factor:g} of the scale") for factor in (1.1, 0.97, 0.99, 0.997)),
-    _scale("one learner at 0.95", "0.95 of its scale, one learner", unaided(partial(_one_learner, 0.95))),
+    _scale("one learner at 0.95", "0.95 of its scale, one learner", _one_learner),
     *(
-        _scale(f"runs vary by {100 * spread:g} %", "runs of another scale", noisy(partial(_by_run, spread=spread)))
+        _scale(f"runs vary by {100 * spread:g} %", "runs of another scale", partial(_by_run, spread=spread))
         for spread in (0.2, 0.05)
     ),
-    _scale(
+    faults("scale")(
         "dvp, twice zeta",
         "zeta is alpha_hat: half the noise",
         _twice_zeta,
@@ -90,44 +89,27 @@ SCALE = (
 # ---- shape -----------------------------------------------------------------------------------------------------------
 
 
-def _gaussian(generator: Generator) -> Change:
+def _gaussian(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     """Gaussian noise of the same variance."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        spherical = draw.law == "spherical"
-        size, variance = (
-            (1.0 / draw.scale, noise.shape[-1] + 1.0) if spherical else (draw.scale, 2.0)
-        )  # of a coordinate
-        return draw.rounded(generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
-
-    return change
+    spherical = draw.law == "spherical"
+    # Of a coordinate.
+    size, variance = (1.0 / draw.scale, noise.shape[-1] + 1.0) if spherical else (draw.scale, 2.0)
+    return draw.rounded(source.generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
 
 
-def _drawn(sample: Callable[[Generator, tuple[int, ...]], FloatArray], generator: Generator) -> Change:
-    """Noise of another law, in scales."""
-    return in_scales(lambda noise: sample(generator, noise.shape))
-
-
-def _logistic(generator: Generator, shape: tuple[int, ...]) -> FloatArray:
-    return generator.logistic(0.0, _LOGISTIC, shape)
-
-
-def _uniform(generator: Generator, shape: tuple[int, ...]) -> FloatArray:
-    return generator.uniform(-2.0, 2.0, shape)
-
-
-_LOGISTIC = 0.5 / math.log(2.0)
-"""Scale of the logistic law whose mean size is 1."""
-
-
-def _skewed(generator: Generator, positive: float) -> Change:
+def _skewed(noise: FloatArray, draw: Draw, source: Source, positive: float) -> FloatArray:
     """Too many numbers are positive."""
     share = 2.0 * positive - 1.0  # of what would be negative half the time
-    return lambda noise, draw: np.where(generator.random(noise.shape) < share, np.abs(noise), noise)
+    return np.where(source.generator.random(noise.shape) < share, np.abs(noise), noise)
 
 
-def _shifted(by: float) -> Change:
-    return in_scales(lambda noise: noise + by)
+def _shaped(density: Callable[[FloatArray], FloatArray]) -> float:
+    """Nats of a number with this density of its size, in scales, where `exp(-x)` is claimed; a sum over a fine grid."""
+    sizes = np.linspace(0.0, 60.0, 600_001)
+    its = density(sizes)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(its > 0.0, its * (np.log(its) + sizes), 0.0)
+    return float(np.trapezoid(terms, sizes))
 
 
 def _normal(sizes: FloatArray) -> FloatArray:
@@ -135,44 +117,39 @@ def _normal(sizes: FloatArray) -> FloatArray:
     return density
 
 
-def _mixed(share: float) -> Callable[[FloatArray], FloatArray]:
-    return lambda sizes: share * _normal(sizes) + (1.0 - share) * np.exp(-sizes)
-
-
-def _of_logistic(sizes: FloatArray) -> FloatArray:
-    density: FloatArray = 0.5 / _LOGISTIC / np.cosh(sizes / (2.0 * _LOGISTIC)) ** 2
-    return density
-
-
-_shape = faults("tails and shape")
+_LOGISTIC = 0.5 / math.log(2.0)
+"""Scale of the logistic law whose mean size is 1."""
+_shape = faults_of_noise("tails and shape")
 
 
 def _of_gaussian(share: float) -> Mutant:
-    breaks = noisy(lambda generator: sometimes(_gaussian(generator), share, generator))
     what = f"{100 * share:g} % of the numbers are Gaussian"
-    return _shape(f"Gaussian in {100 * share:g} %", what, laplace_only(breaks), each_number(shaped(_mixed(share))))
+    nats = _shaped(lambda sizes: share * _normal(sizes) + (1.0 - share) * np.exp(-sizes))
+    return _shape(f"Gaussian in {100 * share:g} %", what, sometimes(_gaussian, share), each_number(nats))
 
 
 SHAPE = (
-    _shape("Gaussian", "Gaussian noise, equal variance", noisy(_gaussian), each_number(shaped(_normal)), quick=True),
+    _shape(
+        "Gaussian", "Gaussian noise, equal variance", _gaussian, each_number(_shaped(_normal)), on="any", quick=True
+    ),
     *map(_of_gaussian, (0.5, 0.2, 0.1)),
     _shape(
         "logistic",
         "logistic noise, equal mean size",
-        laplace_only(noisy(partial(_drawn, _logistic))),
-        each_number(shaped(_of_logistic)),
+        in_scales(lambda noise, source: source.generator.logistic(0.0, _LOGISTIC, noise.shape)),
+        each_number(_shaped(lambda sizes: 0.5 / _LOGISTIC / np.cosh(sizes / (2.0 * _LOGISTIC)) ** 2)),
     ),
     _shape(
         "uniform",
         "uniform noise, equal mean size",
-        laplace_only(noisy(partial(_drawn, _uniform))),
-        each_number(shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
+        in_scales(lambda noise, source: source.generator.uniform(-2.0, 2.0, noise.shape)),
+        each_number(_shaped(lambda sizes: np.where(sizes < 2.0, 0.5, 0.0))),
     ),
     *(
         _shape(
             f"{100 * positive:g} % positive",
             "signs are not fair",
-            laplace_only(noisy(partial(_skewed, positive=positive))),
+            partial(_skewed, positive=positive),
             each_number(event(positive, 0.5)),
         )
         for positive in (0.6, 0.51)
@@ -180,7 +157,7 @@ SHAPE = (
     _shape(
         "centred at 0.02",
         "noise with a mean of 0.02 scales",
-        laplace_only(unaided(partial(_shifted, 0.02))),
+        in_scales(lambda noise, source: noise + 0.02),
         each_number(math.exp(-0.02) - 1.0 + 0.02),
     ),
 )
@@ -190,85 +167,63 @@ SHAPE = (
 # ---- support ---------------------------------------------------------------------------------------------------------
 
 
-def _first_only() -> Change:
+def _first_only(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     """The first message that should carry noise does, the later ones do not."""
-    first: dict[str, int] = {}
-    return lambda noise, draw: noise if first.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
-
-
-def _but_one(skipped: int) -> Change:
-    """No noise in one round."""
-    return lambda noise, draw: np.zeros_like(noise) if draw.round == skipped else noise
+    return noise if source.kept.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
 
 
 def _without_a_round(plan: AuditPlan) -> Broken:
     """No noise in the last of the rounds that a black box would look at."""
-    return unaided(partial(_but_one, int(plan.listener.rounds[-1])))(plan)
+    skipped = int(plan.listener.rounds[-1])
+    return noisy(lambda noise, draw, source: np.zeros_like(noise) if draw.round == skipped else noise)(plan)
 
 
-def _but_the_last(noise: FloatArray, draw: Draw) -> FloatArray:
+def _but_the_last(noise: FloatArray, draw: Draw, source: Source) -> FloatArray:
     """No noise on the last coordinate."""
     noise = noise.copy()
     noise[..., -1] = 0.0
     return noise
 
 
-def _silent(noise: FloatArray, draw: Draw) -> FloatArray:
-    return np.zeros_like(noise)
-
-
 def _within(most: float) -> Change:
     """Laplace noise, given that it is not beyond so many scales."""
-    return in_scales(lambda noise: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
-
-
-def _beyond(least: float) -> Change:
-    """Laplace noise, given that it is not within so many scales."""
-    return in_scales(lambda noise: np.copysign(np.abs(noise) + least, noise))
+    return in_scales(lambda noise, source: np.copysign(-np.log1p(-np.expm1(-np.abs(noise)) * np.expm1(-most)), noise))
 
 
 def _clipped(most: float) -> Change:
     """What is beyond so many scales is said to be as many."""
-    return in_scales(lambda noise: np.clip(noise, -most, most))
+    return in_scales(lambda noise, source: np.clip(noise, -most, most))
 
 
-def _biased(generator: Generator, extra: float = 0.015, near: float = 0.1) -> Change:
+def _biased(noise: FloatArray, draw: Draw, source: Source, extra: float = 0.015, near: float = 0.1) -> FloatArray:
     """A sampler with too much mass near zero, by `extra`, within `near` scales."""
     share = extra * np.exp(near)  # as much of what is moved would have been near anyway
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        moved = draw.rounded(generator.uniform(-near, near, noise.shape) * draw.scale)
-        return np.where(generator.random(noise.shape) < share, moved, noise)
-
-    return change
+    moved = draw.rounded(source.generator.uniform(-near, near, noise.shape) * draw.scale)
+    return np.where(source.generator.random(noise.shape) < share, moved, noise)
 
 
-_support = faults("support and atoms")
+_support = faults_of_noise("support and atoms")
 _ATOM = 2.0**-41
 """About the probability of a single number."""
 
 
 def _of_zeros(share: float, *, messages: bool) -> Mutant:
     kind, each = ("messages", each_message) if messages else ("numbers", each_number)
-    breaks = noisy(lambda generator: sometimes(_silent, share, generator, messages=messages))
+    left_out = sometimes(lambda noise, draw, source: np.zeros_like(noise), share, messages=messages)
     name = f"{100 * share:g} % of {kind} without noise"
-    return _support(name, "noise is left out at random", laplace_only(breaks), limit=each(event(share, _ATOM), share))
+    return _support(name, "noise is left out at random", left_out, each(event(share, _ATOM), share))
 
 
 SUPPORT = (
-    *(
-        _support(name, what, breaks, quick=True)
-        for name, what, breaks in (
-            ("first only", "noise on the first message alone", unaided(_first_only)),
-            ("a round left out", "no noise in one round", _without_a_round),
-            ("a coordinate left out", "no noise on the last coordinate", unaided(lambda: _but_the_last)),
-        )
-    ),
+    _support("first only", "noise on the first message alone", _first_only, on="any", quick=True),
+    faults("support and atoms")("a round left out", "no noise in one round", _without_a_round, quick=True),
+    _support("a coordinate left out", "no noise on the last coordinate", _but_the_last, on="any", quick=True),
     _support(
         "biased sampler",
         "1.5 % too much mass near zero",
-        lattice_only(noisy(_biased)),
+        _biased,
         each_number(event(0.015 - math.expm1(-0.1), -math.expm1(-0.1))),
+        on="lattice",
         quick=True,
         base="ldp-dol, 60,000 numbers",
     ),
@@ -279,7 +234,7 @@ SUPPORT = (
         _support(
             f"none beyond {most:g} scales",
             "noise is bounded",
-            laplace_only(unaided(partial(_within, most))),
+            _within(most),
             each_number(-math.log(-math.expm1(-most))),
         )
         for most in (4.0, 7.5, 10.0)
@@ -288,13 +243,16 @@ SUPPORT = (
         _support(
             f"clipped at {most:g} scales",
             "what is beyond is said to be as much",
-            laplace_only(unaided(partial(_clipped, most))),
+            _clipped(most),
             each_number(event(math.exp(-most), _ATOM), math.exp(-most)),
         )
         for most in (6.0, 10.0)
     ),
     _support(
-        "none within 0.01 scales", "no small noise", laplace_only(unaided(partial(_beyond, 0.01))), each_number(0.01)
+        "none within 0.01 scales",
+        "no small noise",
+        in_scales(lambda noise, source: np.copysign(np.abs(noise) + 0.01, noise)),
+        each_number(0.01),
     ),
 )
 """Noise that is missing, bounded, or too often the same number."""

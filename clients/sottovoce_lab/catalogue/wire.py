@@ -1,235 +1,84 @@
-"""Mutants whose low bits are not those of a fair draw, and mutants that leak beside their numbers."""
+"""Mutants that leak beside their numbers, and mutants whose messages should never be."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.random import Generator
 
+from sottovoce_core.algorithms.interface import OnLattice
+from sottovoce_core.algorithms.setting import spread
 from sottovoce_core.arrays import FloatArray
+from sottovoce_core.auditing.noticing import Expected, Noticing, Said
 from sottovoce_core.auditing.plan import AuditPlan
-from sottovoce_core.auditing.worlds import Share
-from sottovoce_core.noise import GRID_BITS, Draw, on_grid
-from sottovoce_lab.breaking import (
-    Change,
-    Inside,
-    Limit,
-    each_message,
-    each_number,
-    event,
-    forgetful,
-    in_scales,
-    inside,
-    retried,
-    sometimes,
-    two_faced,
-)
-from sottovoce_lab.mutants import (
-    MOST,
-    SEEN,
-    Breaks,
-    Mutant,
-    Swap,
-    faults,
-    heard,
-    laplace_only,
-    lattice_only,
-    leaking,
-    mirrored,
-    noisy,
-    unaided,
-    where,
-)
-
-# ---- lattice ---------------------------------------------------------------------------------------------------------
-
-
-def _raw(generator: Generator) -> Change:
-    """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        return noise if draw.grid is None else noise + (generator.random(noise.shape) - 0.5) * draw.grid
-
-    return change
-
-
-def _coarser(bits: int) -> Change:
-    """On a lattice whose spacing is 2^bits times what it should be."""
-    return lambda noise, draw: noise if draw.grid is None else on_grid(noise, 2.0**bits * draw.grid)
-
-
-def _mantissas(bits: int) -> Change:
-    """Numbers with so many significant bits; float32 has 24, float16 has 11."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        mantissa, exponent = np.frexp(noise)
-        return draw.rounded(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))
-
-    return change
-
-
-def _one_bit(generator: Generator, bit: int, ones: float) -> Change:
-    """One bit of the noise, counted in lattice spacings, is not fair."""
-
-    def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        if draw.grid is None:
-            return noise
-        steps = np.rint(noise / draw.grid).astype(np.int64)
-        raised = (steps >> bit & 1 == 0) & (generator.random(noise.shape) < 2.0 * ones - 1.0)
-        changed: FloatArray = (steps + (raised.astype(np.int64) << bit)) * draw.grid
-        return changed
-
-    return change
-
-
-def _few_bits(generator: Generator, bits: int) -> Change:
-    """A uniform number of so many random bits through a logarithm: the law is right, and it has few values."""
-
-    def sizes(noise: FloatArray) -> FloatArray:
-        drawn: FloatArray = -np.log((generator.integers(0, 2**bits, noise.shape) + 0.5) * 2.0**-bits)
-        return drawn
-
-    return in_scales(lambda noise: np.copysign(sizes(noise), noise))
-
-
-def _inverted(generator: Generator, bit: int, others: int = 0, shared: int = 0) -> Change:
-    """Sizes are `-log((word + 1) / 2^53)`, of random words of 53 bits, and signs are a bit of a word.
-
-    Args:
-        generator: draws the words.
-        bit: of the word, from the lowest one on.
-        others: signs are a bit of the word of so many coordinates before.
-        shared: signs are drawn apart, and each second number has so many low bits of the one before it.
-    """
-
-    def draw(noise: FloatArray) -> FloatArray:
-        words = generator.integers(0, 2**_WORD_BITS, noise.shape)
-        signs = 1.0 - 2.0 * (np.roll(words, others, axis=-1) >> bit & 1)
-        if shared:
-            signs, low = np.sign(noise), 2**shared - 1
-            after = words[..., 1::2]
-            words[..., 1::2] = after & ~low | words[..., : 2 * after.shape[-1] : 2] & low
-        drawn: FloatArray = -signs * np.log((words + 1.0) * 2.0**-_WORD_BITS)
-        return drawn
-
-    return in_scales(draw)
-
-
-_WORD_BITS = 53
-_lattice = faults("lattice and low bits")
-
-
-def _of_coarser(bits: int, share: float) -> Mutant:
-    """In every number, or in a share of the messages."""
-    name, what = f"lattice 2^{bits} coarser", "low bits of the noise are zero"
-    if share == 1.0:
-        return _lattice(name, what, lattice_only(unaided(partial(_coarser, bits))), each_number(bits * math.log(2.0)))
-    breaks = noisy(lambda generator: sometimes(_coarser(bits), share, generator, messages=True))
-    rare = event(share, 2.0 ** (-16 * bits))  # of 16 numbers
-    return _lattice(f"{name} in {100 * share:g} %", what, lattice_only(breaks), each_message(rare, share))
-
-
-def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
-    """A number of about 40 bits has so few with probability `2^(bits - 40)`."""
-    breaks = noisy(lambda generator: sometimes(_mantissas(bits), share, generator))
-    name = name if share == 1.0 else f"{name} in {100 * share:g} %"
-    limit = each_number(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
-    return _lattice(name, f"noise of {bits} significant bits", lattice_only(breaks), limit)
-
-
-def _of_sign(bit: int) -> Limit:
-    """Every number that resolves the bit has ln 2 nats; those with sizes of fewer than `(12 - bit) ln 2` do not."""
-    return each_number(math.log(2.0) * 2.0 ** min(0, bit - 12))
-
-
-LATTICE = (
-    _lattice(
-        "sign in the word of the size",
-        "the sign is bit 8 of the 53 bits that its size comes from",
-        laplace_only(noisy(partial(_inverted, bit=8))),
-        _of_sign(8),
-        quick=True,
-    ),
-    _lattice(
-        "sign in a low bit of the word of the size",
-        "the sign is the last of the 53 bits that its size comes from",
-        laplace_only(noisy(partial(_inverted, bit=0))),
-        _of_sign(0),
-    ),
-    _lattice(
-        "sign in the word of another size",
-        "the sign is bit 8 of the 53 bits that the size of the coordinate before comes from",
-        laplace_only(noisy(partial(_inverted, bit=8, others=1))),
-        _of_sign(8),
-    ),
-    _lattice(
-        "words that overlap",
-        "the sizes of two coordinates share 20 of 53 bits",
-        laplace_only(noisy(partial(_inverted, bit=0, shared=20))),
-        each_number(10.0 * math.log(2.0)),
-    ),
-    _lattice("raw doubles", "noise on no lattice", lattice_only(noisy(_raw)), each_number(1e3), quick=True),
-    *(_of_coarser(bits, share) for bits, share in ((16, 1.0), (1, 1.0), (8, 0.005), (1, 0.01), (1, 0.001))),
-    _of_mantissas("float32", 24, 1.0),
-    *(_of_mantissas("float32", 24, share) for share in (0.01, 0.0002)),
-    _of_mantissas("float16", 11, 0.001),
-    _of_mantissas("30 bits", 30, 0.03),
-    *(
-        _lattice(
-            f"bit {bit} is one in {100 * ones:g} %",
-            "a low bit that is not fair",
-            lattice_only(noisy(partial(_one_bit, bit=bit, ones=ones))),
-            each_number(event(ones, 0.5)),
-        )
-        for bit, ones in ((5, 0.6), (12, 0.51))
-    ),
-    *(
-        _lattice(
-            f"{bits} random bits",
-            "a uniform number of few bits, through a logarithm",
-            laplace_only(noisy(partial(_few_bits, bits=bits))),
-            each_number((GRID_BITS - bits) * math.log(2.0)),
-        )
-        for bits in (16, 24, 32)
-    ),
-)
-"""Noise on another lattice, or with other low bits."""
-
+from sottovoce_core.auditing.worlds import Share, children, overhear
+from sottovoce_core.errors import SpecError
+from sottovoce_core.losses import mean_gradient
+from sottovoce_core.noise import SeededNoise
+from sottovoce_core.running.run import Run
+from sottovoce_lab.mutants import MOST, SEEN, Broken, Family, Mutant, Swap, mirrored, where
 
 # ---- side channels ---------------------------------------------------------------------------------------------------
 
 
-def _norms(inside: Inside) -> FloatArray:
-    """The gradient's norm, in every message's metadata."""
-    return inside.norms
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """What an implementation knows, of some runs of one world, and may give away beside its noised numbers.
+
+    Attributes:
+        plan: the audit.
+        world: 0 or 1.
+        gradients: `(rounds, runs, numbers)` of the audited learner's records, at its model in use.
+        generator: of anything random.
+    """
+
+    plan: AuditPlan
+    world: int
+    gradients: FloatArray
+    generator: np.random.Generator
+
+    @property
+    def norms(self) -> FloatArray:
+        """`(runs, rounds)` of the gradients."""
+        norms: FloatArray = np.linalg.norm(self.gradients, axis=2).T
+        return norms
 
 
-def _digit(inside: Inside) -> FloatArray:
-    """The gradient's norm in tenths, in the metadata of the first message after it."""
-    return np.rint(10.0 * inside.norms[:, :1])
+def _look_inside(plan: AuditPlan, share: Share) -> _Inside:
+    """Some runs of the simulator, as they look from inside."""
+    plan = plan.pairs[share.pair]
+    runs, _, other = children(share.seed, 3)
+    same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
+    decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
+    assert decisions is not None  # noqa: S101 - asked for
+    gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
+    return _Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
 
 
-def _sizes(inside: Inside) -> FloatArray:
-    """Bytes of every message, where numbers whose gradient is zero are left out."""
-    sent: FloatArray = 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T
-    return sent
+def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
+    """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
+    batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
+    features, labels = loss.enforce(batch.features, batch.labels)
+    return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
 def _some_are_zero(plan: AuditPlan) -> bool:
     """Whether a number of a gradient is zero in some run of either world."""
-    looked = (inside(plan, Share(world, SEEN, plan.seeds.audited)) for world in (0, 1))
+    looked = (_look_inside(plan, Share(world, SEEN, plan.seeds.audited)) for world in (0, 1))
     return any(bool(np.any(each.gradients == 0.0)) for each in looked)
 
 
-def _packed(inside: Inside) -> FloatArray:
+def _packed(inside: _Inside) -> FloatArray:
     """Bytes of every message, which are compressed: a larger gradient costs some more, and so does chance."""
     return np.rint(200.0 + 8.0 * inside.norms + inside.generator.normal(0.0, 4.0, inside.norms.shape))
 
 
-def _delays(inside: Inside, extra: float, jitter: float) -> FloatArray:
+def _delays(inside: _Inside, extra: float, jitter: float) -> FloatArray:
     """Milliseconds of every round: 1, some more for a record that must be scaled down, and jitter."""
     own, bound = inside.plan.worlds.of(inside.world), inside.plan.run.loss.feature_bound
     rounds, runs = inside.gradients.shape[:2]
@@ -237,12 +86,12 @@ def _delays(inside: Inside, extra: float, jitter: float) -> FloatArray:
     return 1.0 + extra * np.array(slow, np.float64) + inside.generator.exponential(jitter, (runs, rounds))
 
 
-def _waits(inside: Inside, factor: float) -> FloatArray:
+def _waits(inside: _Inside, factor: float) -> FloatArray:
     """Milliseconds of every round, longer by a factor times the gradient's norm; and jitter of one."""
     return 1.0 + factor * inside.norms + inside.generator.exponential(1.0, inside.norms.shape)
 
 
-def _order(inside: Inside) -> FloatArray:
+def _order(inside: _Inside) -> FloatArray:
     """Which of two neighbours is told first: by the sign of the gradient's largest number, seven times in eight."""
     largest = np.take_along_axis(inside.gradients, np.abs(inside.gradients).argmax(axis=2)[..., None], axis=2)
     fair = inside.generator.random(inside.norms.shape) < 0.25
@@ -250,14 +99,14 @@ def _order(inside: Inside) -> FloatArray:
     return np.where(fair, chance, largest[..., 0].T > 0.0).astype(np.float64)
 
 
-def _failures(inside: Inside, share: float) -> FloatArray:
+def _failures(inside: _Inside, share: float) -> FloatArray:
     """Messages of a run: in some runs of one world the learner fails after the first."""
     runs = inside.gradients.shape[1]
     failed = (inside.generator.random((runs, 1)) < share) & (inside.world == 0)
     return np.where(failed, 1.0, float(inside.plan.run.spec.rounds))
 
 
-def _status(inside: Inside) -> FloatArray:
+def _status(inside: _Inside) -> FloatArray:
     """Characters of the status text, which names a first record that had to be scaled down; half of the time it is cut."""
     own, bound = inside.plan.worlds.of(inside.world), inside.plan.run.loss.feature_bound
     runs = inside.gradients.shape[1]
@@ -276,31 +125,179 @@ _BEYOND = mirrored(2.0, 0.0)
 def _leak(
     name: str,
     what: str,
-    leak: Callable[[Inside], FloatArray],
+    leak: Callable[[_Inside], FloatArray],
     runs: int = MOST,
     *,
     swap: Swap | None = None,
     quick: bool = False,
-    only: Callable[[Breaks], Breaks] = lambda breaks: breaks,
 ) -> Mutant:
-    breaks = only(leaking(leak))
+    def breaks(plan: AuditPlan) -> Broken:
+        return Broken(leak=lambda plan, share: leak(_look_inside(plan, share)))
+
     return Mutant(name, what, breaks, "black box", runs, _QUIET, swap, "beside the numbers", quick=quick)
 
 
-# ---- protocol --------------------------------------------------------------------------------------------------------
+_length = _leak(
+    "length",
+    "zero gradients are not sent",
+    lambda inside: 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T,
+    500,
+    quick=True,
+)
 
-_protocol = partial(Mutant, family="notices", runs=1, kind="beside the numbers")
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+class _Spoken:
+    """All messages of one run, in order, and what else a broken learner could have said.
+
+    Args:
+        plan: the audit.
+
+    Attributes:
+        messages: of the first of two runs in one world with the noise that is claimed. Until a learner's first noise, their
+            states are equal.
+    """
+
+    def __init__(self, plan: AuditPlan) -> None:
+        self.plan = plan
+        share = Share(0, 2, plan.seeds.swept)
+        self._both = overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript
+        rounds = range(self._both.rounds)
+        self.messages = [self.said(t, i, j) for t in rounds for i, j in _channels(plan.run, t)]
+
+    def said(self, t: int, sender: int, receiver: int, replica: int = 0) -> Said:
+        """One message on its channel."""
+        fields = {name: value[0, replica] for name, value in self._both.message(t, sender).fields.items()}
+        body = b"".join(value.tobytes() for value in fields.values())
+        return Said(sender, receiver, 1, sender, t, fields, hashlib.sha256(body).digest(), len(body))
+
+    @property
+    def first(self) -> Said:
+        """The audited learner's first message with noise.
+
+        Raises:
+            SpecError: there is none, or nobody hears it.
+        """
+        learner = self.plan.worlds.learner
+        for said in self.messages:
+            if said.sender == learner and self.said(said.round, learner, said.receiver, 1).digest != said.digest:
+                return said
+        raise SpecError("the learner says nothing that carries noise")
+
+
+def _channels(run: Run, t: int) -> list[tuple[int, int]]:
+    """Senders and receivers of a round."""
+    mixing, n = run.network.at(t), run.spec.n_learners
+    return [(sender, receiver) for receiver in range(n) for sender in mixing.heard_by(receiver)]
+
+
+def _retried(spoken: _Spoken) -> list[Said]:
+    """After a reconnect a round is said once more, with fresh noise on the same state."""
+    first = spoken.first
+    anew = replace(spoken.said(first.round, first.sender, first.receiver, 1), stream=2)
+    return [each for said in spoken.messages for each in ((said, anew) if said is first else (said,))]
+
+
+def _two_faced(spoken: _Spoken) -> list[Said]:
+    """One neighbour hears other noise than the rest.
+
+    Raises:
+        SpecError: the learner has one hearer only.
+    """
+    first = spoken.first
+    alike = [said for said in spoken.messages if (said.sender, said.round) == (first.sender, first.round)]
+    if len(alike) < 2:
+        raise SpecError("only one learner hears the audited one")
+    other = alike[-1]
+    anew = spoken.said(other.round, other.sender, other.receiver, 1)
+    return [anew if said is other else said for said in spoken.messages]
+
+
+def _forgetful(spoken: _Spoken) -> list[Said]:
+    """The learner stops where its budget ends, is restarted, has forgotten what it spent, and goes on for as much again.
+
+    Raises:
+        SpecError: there is no budget, or not enough rounds to spend it twice.
+    """
+    plan, learner = spoken.plan, spoken.plan.worlds.learner
+    budget = _budgets(plan.run)[learner]
+    counts = np.diff(plan.data.learners[learner].offsets)
+    spent = plan.run.guarantee(learner, counts).cumulative
+    if spent[-1] <= budget:
+        raise SpecError("privacy.budget is enough for the whole run")
+    stopped = int(np.searchsorted(spent, budget, side="right"))
+    before = spent[stopped - 1] if stopped else 0.0
+    ended = int(np.searchsorted(spent - before, budget, side="right"))
+    if ended == stopped:
+        raise SpecError("the budget is enough for no round after a restart")
+    return [said for said in spoken.messages if said.sender != learner or said.round < ended]
+
+
+def _budgets(run: Run) -> tuple[float, ...]:
+    """Of all learners.
+
+    Raises:
+        SpecError: the spec has none.
+    """
+    if run.spec.privacy.budget is None:
+        raise SpecError("the spec has no privacy.budget")
+    return tuple(spread(run.spec.privacy.budget, run.spec.n_learners, "privacy.budget"))
+
+
+# ---- what is noticed -------------------------------------------------------------------------------------------------
+
+
+def _notices(heard: Sequence[Said], plan: AuditPlan) -> dict[Family, str]:
+    """What is wrong with messages whatever their numbers: family to a sentence."""
+    algorithm, found = plan.run.algorithm, dict[Family, str]()
+    noticing = Noticing(Expected(lattice=algorithm.lattice) if isinstance(algorithm, OnLattice) else Expected())
+    if findings := [finding.text for said in heard for finding in noticing.heard(said)]:
+        found["notices"] = findings[0]
+    if spent := _overspent(heard, plan):
+        found["ledger"] = spent[0]
+    return found
+
+
+def _overspent(messages: Sequence[Said], plan: AuditPlan) -> list[str]:
+    """Learners whose messages claim more epsilon than their budget, whatever they remember of it; none without a budget.
+
+    A message costs what the claim says of its round; other bytes in the same round are another message.
+    """
+    if plan.run.spec.privacy.budget is None:
+        return []
+    said: dict[int, set[tuple[int, bytes]]] = defaultdict(set)
+    for each in messages:
+        said[each.sender].add((each.round, each.digest))
+    found = []
+    for learner, budget in enumerate(_budgets(plan.run)):
+        counts = np.diff(plan.data.learners[learner].offsets)
+        price = plan.run.guarantee(learner, counts).per_round
+        total = math.fsum(float(price[t]) for t, _ in said[learner])
+        if total > budget * (1.0 + 1e-9):
+            name = plan.run.spec.names[learner]
+            found.append(f"{name}: {len(said[learner])} messages spend {total:.4g}, above the budget of {budget:.4g}")
+    return found
+
+
+def _protocol(
+    name: str,
+    what: str,
+    doctored: Callable[[_Spoken], Sequence[Said]],
+    family: Family = "notices",
+    base: str = "ldp-dol",
+) -> Mutant:
+    """A mutant of whose messages something else is heard, in order."""
+
+    def breaks(plan: AuditPlan) -> Broken:
+        return Broken(noticed=lambda plan: _notices(doctored(_Spoken(plan)), plan))
+
+    return Mutant(name, what, breaks, family, 1, base, kind="beside the numbers")
+
 
 WIRE = (
-    _leak("norm in metadata", "gradient norm beside messages", _norms, 500, quick=True),
-    _leak(
-        "length",
-        "zero gradients are not sent",
-        _sizes,
-        500,
-        quick=True,
-        only=where(_some_are_zero, "no number of a gradient is ever zero"),
-    ),
+    _leak("norm in metadata", "gradient norm beside messages", lambda inside: inside.norms, 500, quick=True),
+    replace(_length, breaks=where(_length.breaks, _some_are_zero, "no number of a gradient is ever zero")),
     _leak(
         "slow path",
         "clipping takes half a millisecond",
@@ -314,7 +311,7 @@ WIRE = (
         partial(_delays, extra=0.2, jitter=0.3),
         swap=_BEYOND,
     ),
-    _leak("one digit", "the first gradient norm in tenths", _digit),
+    _leak("one digit", "the first gradient norm in tenths", lambda inside: np.rint(10.0 * inside.norms[:, :1])),
     _leak("packed", "length of compressed messages", _packed),
     _leak("20 ms a norm", "delays grow with the norm", partial(_waits, factor=20.0)),
     _leak("3 ms a norm", "delays grow by little more than the jitter", partial(_waits, factor=3.0)),
@@ -324,10 +321,8 @@ WIRE = (
         _leak(f"{100 * share:g} % fail", "runs of one world end early", partial(_failures, share=share))
         for share in (0.5, 0.1)
     ),
-    _protocol("retry", "a round said again, fresh noise", heard(retried)),
-    _protocol("two faces", "one neighbour hears other bytes", heard(two_faced)),
-    _protocol(
-        "forgetful", "a restart forgets what was spent", heard(forgetful), family="ledger", base="ldp-dol, budget"
-    ),
+    _protocol("retry", "a round said again, fresh noise", _retried),
+    _protocol("two faces", "one neighbour hears other bytes", _two_faced),
+    _protocol("forgetful", "a restart forgets what was spent", _forgetful, "ledger", "ldp-dol, budget"),
 )
 """What is given away beside the numbers, and messages that should never be."""

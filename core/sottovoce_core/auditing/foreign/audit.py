@@ -181,22 +181,20 @@ def _with_power(found: Findings, runs: int, messages: int, noised: NoiseFound | 
     from sottovoce_core.auditing.foreign import power
 
     guesser = power.Power(found.claim, found.delta, messages, found.levels)
-    reaches = tuple(power.reaches(guesser, found.claim, runs, found.levels, messages, found.delta))
+    reaches = tuple(guesser.reaches(runs))
     if noised is not None and noised.numbers:
-        reaches = (power.scale_reach(noised.numbers, found.levels), *reaches)
+        reach, halved = power.of_noise(noised.numbers, found.levels)
+        reaches = reach, *reaches
         if noised.decides:
-            halved = power.finds_half(noised.numbers, found.levels)
             return replace(found, reaches=reaches, blind="" if halved else "a service with half of its noise")
-    blind = ""
-    if found.needed <= found.runs and not guesser.finds(2.0, runs):
-        many = guesser.runs_for(2.0)
-        needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
-        blind = "a service with half of its noise"
-        if noised is not None:
-            moved = f"numbers of {', '.join(noised.undecided)}" if noised.undecided else "messages"
-            blind = f"a record that moves {moved} twice as far"
-        blind = f"{blind} (the best of guessers needs {needed})"
-    return replace(found, reaches=reaches, blind=blind)
+    if found.needed > found.runs or guesser.finds(2.0, runs):
+        return replace(found, reaches=reaches)
+    blind, many = "a service with half of its noise", guesser.runs_for(2.0)
+    if noised is not None:
+        moved = f"numbers of {', '.join(noised.undecided)}" if noised.undecided else "messages"
+        blind = f"a record that moves {moved} twice as far"
+    needed = "more runs than anybody makes" if math.isinf(many) else f"about {many:,} runs of each world"
+    return replace(found, reaches=reaches, blind=f"{blind} (the best of guessers needs {needed})")
 
 
 def _apart(found: Findings) -> tuple[str, ...]:
@@ -219,8 +217,8 @@ def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> l
     ones, total = int(worlds.sum()), len(runs)
     if ones in (0, total):
         raise CaptureError(f"an audit needs runs of both worlds, got {total - ones} of world 0 and {ones} of world 1")
-    binomial = import_extra("scipy.stats", "scipy", "an audit").binom
-    if 2.0 * float(binomial.cdf(min(ones, total - ones), total, 0.5)) >= _UNFAIR:
+    stats = import_extra("scipy.stats", "scipy", "an audit")
+    if 2.0 * float(stats.binom.cdf(min(ones, total - ones), total, 0.5)) >= _UNFAIR:
         return list(runs)
     common = int(2 * ones > total)
     share = min(ones, total - ones) / max(ones, total - ones)

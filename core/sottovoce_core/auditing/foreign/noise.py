@@ -175,10 +175,7 @@ def _gathered(runs: Sequence[Conversation], name: str, claim: NoiseClaim) -> _Fi
     scales = np.array([claim.scale[min(t, len(claim.scale) - 1)] for t in range(shape[1])])[:, None]
     step = np.zeros(shape)
     there = np.isfinite(said)
-    order = np.argsort(said[there], kind="stable")
-    steps = np.empty(len(order))
-    steps[order] = resolution(said[there][order])
-    step[there] = steps
+    step[there] = resolution(said[there])
     both = None if claim.centre is None else (centres[0], centres[1])
     return _Field(claim, said, both, scales, step)
 

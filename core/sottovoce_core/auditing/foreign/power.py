@@ -6,6 +6,7 @@ The best guesser knows the law of every run in both worlds. Classifiers have to 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -103,11 +104,8 @@ class Power:
     def least(self, runs: int) -> float:
         """The smallest factor that is found; infinite: none up to 1,000 is."""
         factors = np.geomspace(1.02, 1000.0, 200).tolist()
-        low, high = 0, len(factors)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.finds(factors[middle], runs) else (middle + 1, high)
-        return factors[low] if low < len(factors) else math.inf
+        found = bisect_left(factors, True, key=lambda factor: self.finds(factor, runs))
+        return factors[found] if found < len(factors) else math.inf
 
     def runs_for(self, factor: float) -> float:
         """Runs of each world with which such a factor is found, to a tenth; infinite: more than anybody makes."""
@@ -117,6 +115,25 @@ class Power:
             if runs > _MOST_RUNS:
                 return math.inf
         return int(float(f"{runs:.2g}"))
+
+    def reaches(self, runs: int) -> Iterator[Reach]:
+        """What would have been found by guesses alone, nine times in ten, in so many runs of both worlds."""
+        factor = self.least(runs)
+        if math.isfinite(factor):
+            law = "Gaussian" if self._delta else "Laplace"
+            divided = self._messages > 1 and not self._delta
+            spread = f", divided among {self._messages:,} messages" if divided else ""
+            part = f"{100 / factor:.2g} % of the {law} noise that the claim needs{spread}"
+            yield Reach("classifiers", factor, f"a service with {part} (by the best of guessers)")
+        guesses = tested(runs)
+        for right in range(1, guesses + 1):
+            if epsilon_lower_bound(right, right, self._level, self._delta, guesses) > self._claim:
+                # So many right guesses, nine times in ten, of runs of world 1 that have the mark.
+                share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
+                if share < 1.0:
+                    text = f"a mark that {100 * share:.2g} % of the runs of one world have, and none of the other"
+                    yield Reach("worlds", share, text)
+                return
 
 
 def _gaussian_shift(epsilon: float, delta: float) -> float:
@@ -139,44 +156,9 @@ def _gaussian_delta(shift: float, epsilon: float) -> float:
     return float(special.ndtr(shift / 2.0 - epsilon / shift)) - math.exp(min(epsilon + far, 700.0))
 
 
-def reaches(power: Power, claim: float, runs: int, levels: Levels, messages: int, delta: float) -> Iterator[Reach]:
-    """What would have been found by guesses alone, nine times in ten.
-
-    Args:
-        power: of the audit.
-        claim, delta: what is claimed.
-        runs: of both worlds.
-        levels: of the audit.
-        messages: that share epsilon.
-    """
-    factor = power.least(runs)
-    if math.isfinite(factor):
-        law = "Gaussian" if delta else "Laplace"
-        spread = f", divided among {messages:,} messages" if messages > 1 and not delta else ""
-        text = f"a service with {100 / factor:.2g} % of the {law} noise that the claim needs{spread} (by the best of guessers)"
-        yield Reach("classifiers", factor, text)
-    guesses = tested(runs)
-    for right in range(1, guesses + 1):
-        if epsilon_lower_bound(right, right, level(levels), delta, guesses) > claim:
-            # So many right guesses, nine times in ten, of runs of world 1 that have the mark.
-            share = float(stats.beta.ppf(_POWER, right, guesses - right + 1)) * 2.0
-            if share < 1.0:
-                yield Reach(
-                    "worlds",
-                    share,
-                    f"a mark that {100 * share:.2g} % of the runs of one world have, and none of the other",
-                )
-            return
-
-
-def scale_reach(numbers: int, levels: Levels) -> Reach:
-    """The smallest error of the scale of claimed noise that is found."""
-    normal = stats.norm.isf(levels.of("conformance", "marginal", _MAIN) / 2.0) + stats.norm.isf(1.0 - _POWER)
-    error = float(normal) / math.sqrt(numbers)
-    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %")
-
-
-def finds_half(numbers: int, levels: Levels) -> bool:
-    """Whether half of the claimed noise is found, in so many numbers."""
-    least = special.gammaincinv(numbers, levels.of("conformance", "marginal", _MAIN) / 2.0)
-    return float(special.gammainc(numbers, 2.0 * least)) >= _POWER
+def of_noise(numbers: int, levels: Levels) -> tuple[Reach, bool]:
+    """The smallest error of the scale of claimed noise that is found in so many numbers, and whether half of the noise is."""
+    level = levels.of("conformance", "marginal", _MAIN) / 2.0
+    error = float(stats.norm.isf(level) + stats.norm.isf(1.0 - _POWER)) / math.sqrt(numbers)
+    halved = float(special.gammainc(numbers, 2.0 * special.gammaincinv(numbers, level))) >= _POWER
+    return Reach("marginal", error, f"noise whose scale is wrong by {100 * error:.2g} %"), halved

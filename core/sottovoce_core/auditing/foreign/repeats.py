@@ -28,14 +28,14 @@ _FEW = 16
 """Fewer gaps between numbers show no step."""
 
 
-def resolution(ordered: FloatArray) -> FloatArray:
-    """Of finite numbers in order, each by itself: the coarsest rounding that all of them have been through.
+def resolution(values: FloatArray) -> FloatArray:
+    """Of finite numbers, each by itself: the coarsest rounding that all of them have been through.
 
     Known are floats of any size, multiples of a power of two, of ten, or of any step, and so many digits.
     """
-    floats = _spacing(ordered)
-    coarsest = np.maximum(np.maximum(floats, _short(ordered)), _grid(ordered))
-    for found in (_decimals(ordered, floats), _digits(ordered, floats), _step(ordered, floats)):
+    floats = _spacing(values)
+    coarsest = np.maximum(floats, _binary(values))
+    for found in (_decimals(values, floats), _digits(values, floats), _step(values, floats)):
         if found is not None:
             coarsest = np.maximum(coarsest, found)
     return coarsest
@@ -50,22 +50,19 @@ def _spacing(values: FloatArray) -> FloatArray:
     return np.spacing(np.abs(values))
 
 
-def _short(values: FloatArray) -> FloatArray:
-    """To the next float with a mantissa as long as the longest of these: float16, bfloat16, or any other."""
+def _binary(values: FloatArray) -> FloatArray:
+    """To the next float of as few digits in base two as the longest of these has (float16, bfloat16, or any other).
+
+    Or to the largest power of two of which all are multiples, whichever is coarser.
+    """
     mantissas, exponents = np.frexp(values)
     bits = np.abs(mantissas * 2.0**53).astype(np.int64)
-    zeros = np.bitwise_count((bits & -bits) - 1).astype(np.int64)[bits > 0].min(initial=53)
+    zeros = np.bitwise_count((bits & -bits) - 1).astype(np.int64)
+    grid = float(np.ldexp(1.0, int((exponents - 53 + zeros).min())))
+    short = exponents - 53 + int(zeros[bits > 0].min(initial=53))
     with np.errstate(under="ignore"):
-        spacing: FloatArray = np.where(bits > 0, np.ldexp(1.0, exponents - 53 + int(zeros)), 0.0)
-    return spacing
-
-
-def _grid(values: FloatArray) -> float:
-    """The largest power of two of which all are multiples."""
-    mantissas, exponents = np.frexp(values)
-    whole = np.abs(mantissas * 2.0**53).astype(np.int64)
-    zeros = np.bitwise_count((whole & -whole) - 1).astype(np.int64)
-    return float(np.ldexp(1.0, int((exponents - 53 + zeros).min())))
+        spacing: FloatArray = np.where(bits > 0, np.ldexp(1.0, short), 0.0)
+    return np.maximum(spacing, grid)
 
 
 def _decimals(values: FloatArray, floats: FloatArray) -> float | None:
@@ -99,10 +96,10 @@ def _digits(values: FloatArray, floats: FloatArray) -> FloatArray | None:
     return None
 
 
-def _step(ordered: FloatArray, floats: FloatArray) -> float | None:
+def _step(values: FloatArray, floats: FloatArray) -> float | None:
     """The step between the levels of a quantiser: the smallest gap, or a small fraction of it, that divides all others."""
     finest = float(floats.max())
-    gaps = np.diff(ordered)
+    gaps = np.diff(np.sort(values))
     gaps = gaps[gaps > _CLEAR * finest]
     if len(gaps) < _FEW:
         return None

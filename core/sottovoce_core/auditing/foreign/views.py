@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 
 import numpy as np
 
@@ -269,31 +269,51 @@ class _Naming:
     """Names of the columns of all views."""
 
     def __init__(self, runs: Sequence[Conversation], answers: Mapping[str, Sequence[str]]) -> None:
-        self._runs, self._answers = runs, answers
-        self._shapes = {field: values.shape[1:] for field, values in decoded(runs).items()}
-        self._messages = message_names(runs)
+        self._runs, self._columns = runs, dict(answers)
 
     def name(self, view: str, column: int) -> str:
         """What a column is, in words."""
         if view in CHANNEL:
             return _thing(view, *thing_at(self._runs, view, column))
-        if view in self._answers:
-            return self._answers[view][column]
-        if view == "values of all fields":
-            return self._of_all(column)
-        for kind, name in _OF_FIELDS.items():
-            field = view.removeprefix(f"{kind} of ")
-            if field != view and field in self._shapes:
-                messages, numbers = self._shapes[field]
-                return name(_Place(field, messages, numbers, self._messages[field]), column)
-        return view
+        if view not in self._columns:
+            self._columns[view] = _columns_of(self._runs, view)
+        columns = self._columns[view]
+        return columns[column] if columns else view
 
-    def _of_all(self, column: int) -> str:
-        for field, (messages, numbers) in self._shapes.items():
-            if column < messages * numbers:
-                return _Place(field, messages, numbers, self._messages[field]).number(column)
-            column -= messages * numbers
-        raise IndexError(column)
+
+def _columns_of(runs: Sequence[Conversation], view: str) -> list[str]:
+    """Names of the columns of a view of decoded numbers, in the order in which the view has them; none: it is another view."""
+    numbers, messages = {}, message_names(runs)
+    for field, values in decoded(runs).items():
+        places = range(values.shape[2])
+        numbers[field] = [[f"number {k} of {field}, {name}" for k in places] for name in messages[field]]
+    if view == "values of all fields":
+        return [name for rows in numbers.values() for name in chain(*rows)]
+    found = ((kind, view.removeprefix(f"{kind} of ")) for kind in _OF_FIELDS)
+    kind, field = next(((kind, field) for kind, field in found if field != view and field in numbers), ("", ""))
+    rows = numbers.get(field, [])
+    every, names = [*chain(*rows)], messages.get(field, ())
+    match kind:
+        case "values" | "low bits":  # two kinds of columns for every number, side by side in each message
+            said = "low bits of " if kind == "low bits" else ""
+            return [f"{said}{name}" for row in rows for name in (*row, *row)]
+        case "repeats":
+            zeros = [f"whether it is zero: {name}" for name in every]
+            return zeros + [f"whether it is repeated in the next message: {name}" for name in every]
+        case "lengths":
+            return [f"how many numbers are not zero: {field}, {name}" for name in names]
+        case "spread":
+            return [f"size of {name}" for name in every]
+        case "mean spread":
+            width = len(rows[0]) if rows else 0
+            alone = [f"size of number {k} of {field}, in all messages together" for k in range(width)]
+            together = [f"sizes of all numbers of {field}, {name}" for name in (*names, "all messages together")]
+            return alone + [name for name in together for _ in range(3)]
+    return []
+
+
+_OF_FIELDS = ("values", "low bits", "repeats", "lengths", "mean spread", "spread")
+"""Views of a decoded field."""
 
 
 def message_names(runs: Sequence[Conversation]) -> dict[str, tuple[str, ...]]:
@@ -308,53 +328,6 @@ def message_names(runs: Sequence[Conversation]) -> dict[str, tuple[str, ...]]:
             names.append(f"message {t} ({', '.join(facts)})" if facts else f"message {t}")
         found[field] = tuple(names)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A field: its name, and how many messages have how many numbers of it."""
-
-    field: str
-    messages: int
-    numbers: int
-    names: Sequence[str]
-
-    def number(self, k: int) -> str:
-        """One number of one message, counted through all messages."""
-        t, number = divmod(k, self.numbers)
-        return f"number {number} of {self.field}, {self.names[t]}"
-
-    def doubled(self, column: int, second: str = "") -> str:
-        """Of two kinds of columns for every number, side by side in each message."""
-        t, k = divmod(column, 2 * self.numbers)
-        place = self.number(t * self.numbers + k % self.numbers)
-        return f"{second}{place}" if k >= self.numbers else place
-
-    def repeated(self, column: int) -> str:
-        """Zeros of all messages, then what the next message repeats."""
-        if column < self.messages * self.numbers:
-            return f"whether it is zero: {self.number(column)}"
-        return f"whether it is repeated in the next message: {self.number(column - self.messages * self.numbers)}"
-
-    def means(self, column: int) -> str:
-        """As `audit.spread_views` has them."""
-        if column < self.numbers:
-            return f"size of number {column} of {self.field}, in all messages together"
-        t = (column - self.numbers) // 3
-        return (
-            f"sizes of all numbers of {self.field}, {self.names[t] if t < self.messages else 'all messages together'}"
-        )
-
-
-_OF_FIELDS: Mapping[str, Callable[[_Place, int], str]] = {
-    "values": _Place.doubled,
-    "low bits": lambda place, column: f"low bits of {place.doubled(column)}",
-    "repeats": _Place.repeated,
-    "lengths": lambda place, column: f"how many numbers are not zero: {place.field}, {place.names[column]}",
-    "mean spread": _Place.means,
-    "spread": lambda place, column: f"size of {place.number(column)}",
-}
-"""Views of a field, and the names of their columns."""
 
 
 def _thing(view: str, kind: Hashable, k: int, number: int) -> str:

@@ -5,6 +5,10 @@ Each bet keeps sums over rounds, `(learners, width)`, and knows the e-value that
 So bets of one learner, of all learners together, and of some rounds only are the same sums, added up otherwise. Every e-value is
 that of numbers which come one after another, each independent standard Laplace given all before it; whatever a stake depends
 on was known before (`seen`).
+
+Stakes mix all bets, since round 0 and in blocks of rounds, for each learner and for all. Half of the stake is on the
+learners, evenly, and half on all of them together: on the same sums added up over learners, which sees what is slight in all,
+and on what they have in common in one round, of which nobody can say whose fault it is.
 """
 
 from __future__ import annotations
@@ -17,14 +21,45 @@ import numpy as np
 from scipy import special
 
 from sottovoce_core.arrays import BoolArray, FloatArray, IntArray
-from sottovoce_core.auditing.online.keys import CHANCE
-from sottovoce_core.auditing.online.seen import LAGS, NEAR, SHIFTS, Seen, shifted
-from sottovoce_core.auditing.online.sequential import mixture
+from sottovoce_core.auditing.online.seen import CHANCE, LAGS, NEAR, SHIFTS, Seen
+
+# ---- e-values --------------------------------------------------------------------------------------------------------
+
+
+def mixture(e_values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+    """Logarithm of the weighted mean of e-values: an e-value again, whatever their dependence.
+
+    Args:
+        e_values: `(..., bets)` logarithms.
+        weights: `(bets,)` that add up to one; None: all alike.
+    """
+    largest: FloatArray = e_values.max(axis=-1)
+    shift = np.where(np.isfinite(largest), largest, 0.0)
+    stakes = np.exp(e_values - shift[..., None])
+    total = stakes.mean(axis=-1) if weights is None else stakes @ weights
+    with np.errstate(divide="ignore"):  # nothing is left
+        mixed: FloatArray = np.where(np.isposinf(largest), np.inf, shift + np.log(total))
+    return mixed
+
+
+def _detected(before: FloatArray, e_values: FloatArray) -> FloatArray:
+    """Detector of what breaks in the middle of a run: `R_t = (R_{t-1} + 1) e_t`, for one e-value a step, given those before.
+
+    Alarm at `e >= log c`: while the claim holds, the mean number of steps to an alarm is at least c. The step may be asked for
+    before it is over: at whatever time one asks, R is at most the number of steps begun, on average.
+
+    Args:
+        before: `log R_{t-1}`; minus infinity before the first step.
+        e_values: logarithms.
+    """
+    now: FloatArray = np.logaddexp(before, 0.0) + e_values
+    return now
+
 
 # ---- bet -------------------------------------------------------------------------------------------------------------
 
 
-class Bet(ABC):
+class _Bet(ABC):
     """One kind of bet.
 
     Attributes:
@@ -72,7 +107,7 @@ def _too_many(counted: FloatArray, expected: FloatArray) -> FloatArray:
 # ---- the law of a number ---------------------------------------------------------------------------------------------
 
 
-class Scale(Bet):
+class _Scale(_Bet):
     """Bets that the scale is another one: a mixture over rates of law Gamma, of mean 1, with `shape` in place of a sample."""
 
     name = "scale"
@@ -94,7 +129,7 @@ def _counts(rows: int, cells: int, where: IntArray, kept: FloatArray | BoolArray
     return counted.reshape(rows, cells)
 
 
-class Histogram(Bet):
+class _Histogram(_Bet):
     """Bets that the numbers have another law: `F(r)` in equally likely cells; or their sizes, of which less must be learned."""
 
     name = "histogram"
@@ -112,7 +147,7 @@ class Histogram(Bet):
         return mixture(np.stack(both, axis=-1))
 
 
-class LowBits(Bet):
+class _LowBits(_Bet):
     """Bets that the low bits of noise or of messages, in lattice spacings, are not evenly spread: a coarser lattice.
 
     Eight nibbles, and how many zeros a number ends with, of both, counted from the lowest bit that float64 resolves; and
@@ -162,7 +197,7 @@ def _hits(hits: FloatArray, trials: FloatArray, chance: float) -> FloatArray:
     return _krichevsky_trofimov(np.stack([hits, trials - hits], axis=-1), np.array([chance, 1.0 - chance]))
 
 
-class Repeats(Bet):
+class _Repeats(_Bet):
     """Bets that numbers are zero or heard before: of the last rounds, or, by their keys, at any time.
 
     Four bets: numbers that are close to zero or to one of the last rounds; what follows a number that was heard before;
@@ -184,7 +219,7 @@ class Repeats(Bet):
         return mixture(np.stack([near, *heard, _too_many(summed, by_chance)], axis=-1))
 
 
-class Shared(Bet):
+class _Shared(_Bet):
     """Bets that learners say the same numbers in one round, numbers that add up to nothing, or sums of what others say."""
 
     name = "copies"
@@ -222,7 +257,7 @@ def _on_sizes(s: FloatArray, v: FloatArray, rate: float) -> FloatArray:
     return e
 
 
-class _Dependence(Bet):
+class _Dependence(_Bet):
     """Bets that signs and sizes follow something that was there before: X, for so many X at once."""
 
     variances = (0.01, 0.1)
@@ -242,31 +277,17 @@ class _Dependence(Bet):
         return mixture(np.stack(both, axis=-1), np.array(self.shares))
 
 
-def _excess(seen: Seen) -> FloatArray:
-    """Sizes without their mean, 0 where unknown."""
-    return seen.sizes - seen.known
-
-
-class Lag(_Dependence):
+class _Lag(_Dependence):
     """X: noise of every learner in each of the rounds before, at the same coordinate and beside it."""
 
     name = "lag"
 
     def sums(self, seen: Seen) -> FloatArray:
-        before, rows = seen.before, len(seen.known)
-        found = np.stack(
-            [
-                seen.signs @ before.normal.T,
-                np.abs(seen.signs) @ before.squares.T,
-                _excess(seen) @ before.even.T,
-                seen.known @ before.even_squares.T,
-            ],
-            axis=1,
-        )
-        return found.reshape(rows, 4, LAGS, -1)[:, :, before.order].reshape(rows, -1)
+        found = (seen.now @ seen.before.swapaxes(1, 2)).swapaxes(0, 1)
+        return found.reshape(len(found), 4, LAGS, -1)[:, :, seen.order].reshape(len(found), -1)
 
 
-class FarLag(Bet):
+class _FarLag(_Bet):
     """Bets that signs follow noise of any learner, of one round farther back, at the same coordinate: all X alike."""
 
     name = "lag"
@@ -280,58 +301,119 @@ class FarLag(Bet):
         return mixture(_on_signs(s, v, self.variance))
 
 
-class OwnLag(_Dependence):
+class _OwnLag(_Dependence):
     """X: a learner's own noise in each of the rounds before; may be added up over learners."""
 
     name = "lag"
 
     def sums(self, seen: Seen) -> FloatArray:
-        before, rows = seen.before, len(seen.known)
-
-        def own(x: FloatArray, y: FloatArray) -> FloatArray:
-            sums: FloatArray = np.einsum("lsid,id->ils", x.reshape(LAGS, len(SHIFTS), *y.shape), y)
-            return sums[:, before.order]
-
-        found = np.stack(
-            [
-                own(before.normal, seen.signs),
-                own(before.squares, np.abs(seen.signs)),
-                own(before.even, _excess(seen)),
-                own(before.even_squares, seen.known),
-            ],
-            axis=1,
-        )
-        return found.reshape(rows, -1)
+        before = seen.before.reshape(4, LAGS, len(SHIFTS), *seen.known.shape)
+        found: FloatArray = np.einsum("klsid,kid->ikls", before, seen.now)[:, :, seen.order]
+        return found.reshape(len(found), -1)
 
 
-class Past(_Dependence):
+class _Past(_Dependence):
     """X: what the learner had when it drew."""
 
     name = "past"
 
     def sums(self, seen: Seen) -> FloatArray:
-        x = seen.past
-        size = np.clip(np.abs(x) - 1.0, -1.0, 1.0)
-        pairs = ((x, seen.signs), (x**2, np.abs(seen.signs)), (size, _excess(seen)), (size**2, seen.known))
-        return np.concatenate([(left @ right[..., None])[..., 0] for left, right in pairs], axis=1)
+        found = (seen.past @ seen.now[..., None])[..., 0].swapaxes(0, 1)
+        return found.reshape(len(found), -1)
 
 
-class Copies(_Dependence):
+class _Copies(_Dependence):
     """X: noise of the learners before this one in the same round, at the same coordinate and beside it."""
 
     name = "copies"
 
     def sums(self, seen: Seen) -> FloatArray:
-        normal, even = shifted(seen.normal), shifted(seen.even)
-        found = np.stack(
-            [
-                seen.signs @ normal.T,
-                np.abs(seen.signs) @ (normal**2).T,
-                _excess(seen) @ even.T,
-                seen.known @ (even**2).T,
-            ],
-            axis=1,
-        )
-        rows = len(seen.known)
-        earlier = np.tile(np.tri(rows, k=-1), len(SHIFTS))
-        return (found * earlier[:, None]).reshape(rows, -1)
+        found = (seen.now @ seen.beside.swapaxes(1, 2)).swapaxes(0, 1)
+        earlier = np.tile(np.tri(len(found), k=-1), len(SHIFTS))
+        return (found * earlier[:, None]).reshape(len(found), -1)
+
+
+# ---- stakes ----------------------------------------------------------------------------------------------------------
+
+_BLOCKS = (16, 256)
+"""Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
+
+_OWN: tuple[tuple[_Bet, float], ...] = (
+    (_Scale(), 0.2),
+    (_Histogram(), 0.1),
+    (_LowBits(), 0.1),
+    (_Lag(), 0.25),
+    (_FarLag(), 0.05),
+    (_Past(), 0.1),
+    (_Repeats(), 0.2),
+)
+"""Bets on each learner, and their shares of its stake."""
+
+_POOLED: tuple[tuple[_Bet, float], ...] = (
+    (_Scale(), 0.25),
+    (_Histogram(), 0.1),
+    (_LowBits(), 0.1),
+    (_OwnLag(), 0.15),
+    (_Past(), 0.05),
+)
+"""Bets on the sums of all learners, and their shares of the stake on all together."""
+
+_SHARED: tuple[tuple[_Bet, float], ...] = ((_Copies(), 0.25), (_Shared(), 0.1))
+"""Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
+
+
+class Stakes:
+    """The sums of all bets, and their e-values now: of all learners together, and of every learner.
+
+    Args:
+        learners: how many are watched.
+
+    Attributes:
+        e: `(1 + learners,)` logarithms, since round 0.
+        change: the same of the mean of all detectors.
+        tests: which bet has gained most since round 0.
+        changed: which has of late.
+    """
+
+    def __init__(self, learners: int) -> None:
+        self._sums: dict[type[_Bet], FloatArray] = {}  # row 0 since round 0, then those of the blocks
+        self._before: FloatArray = np.full((len(_BLOCKS), 1 + learners), -np.inf)  # of the detectors
+        self._rounds = 0
+        self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
+        self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
+        self.e, self.change = np.zeros((2, 1 + learners))
+        self.tests = self.changed = ("scale",) * (1 + learners)
+
+    def add(self, seen: Seen) -> None:
+        """A round more."""
+        self._begin_blocks()
+        for bet in self._bets:
+            added = bet.sums(seen)
+            kept = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *added.shape)))
+            kept += added
+        self._rounds += 1
+        own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
+        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
+        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
+        on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
+        together, apart = mixture(on_all, _shares(*_POOLED, *_SHARED)), mixture(on_each, _shares(*_OWN))
+        self._now = np.concatenate([together[:, None], apart], axis=1)
+        self.e, self.change = self._now[0], mixture(_detected(self._before, self._now[1:]).T)
+        self.tests = self._strongest(on_all[0], on_each[0])
+        self.changed = self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0))
+
+    def _begin_blocks(self) -> None:
+        for k, length in enumerate(_BLOCKS, 1):
+            if self._rounds and self._rounds % length == 0:
+                self._before[k - 1] = _detected(self._before[k - 1], self._now[k])
+                for kept in self._sums.values():
+                    kept[k] = 0.0
+
+    def _strongest(self, on_all: FloatArray, on_each: FloatArray) -> tuple[str, ...]:
+        all_names = [bet.name for bet, _ in (*_POOLED, *_SHARED)]
+        own_names = [bet.name for bet, _ in _OWN]
+        return all_names[int(on_all.argmax())], *(own_names[k] for k in on_each.argmax(axis=-1))
+
+
+def _shares(*bets: tuple[_Bet, float]) -> FloatArray:
+    return np.array([share for _, share in bets])

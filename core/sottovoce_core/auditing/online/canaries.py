@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
+from scipy import special
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.bounds import threshold
-from sottovoce_core.auditing.online.sequential import EpsilonBound, Guesses
 from sottovoce_core.auditing.online.watch import Alarm
 from sottovoce_core.auditing.swaps import as_placed, mirrored
 from sottovoce_core.data import LearnerData, PlacedData
@@ -188,7 +188,7 @@ def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> flo
     """Tau: from which loss on guesses give the largest bound, if all is as claimed."""
     replicas = -(-_REHEARSED // len(canaries.places))
     known = canaries.in_data(data)
-    scorer, strengths = Scorer(run, known, canaries, replicas), []
+    scorer, strengths = _Scorer(run, known, canaries, replicas), []
     last = canaries.places[-1].round + canaries.window + 1
     for step in islice(simulate(run, known, SeededNoise(seed), replicas), last):
         strengths += [np.abs(loss) for _, loss in scorer.take(step.t, step.by_sender())]
@@ -219,7 +219,7 @@ class _Trial:
             self.loss = self.loss + (first - second)[0]
 
 
-class Scorer:
+class _Scorer:
     """Follows a run, and gives the exact loss of every coin at the end of its window.
 
     Args:
@@ -274,6 +274,45 @@ class Scorer:
         return replace(batch, features=features)
 
 
+class EpsilonBound:
+    """Confidence sequence for epsilon: the claims that no bet has refuted so far.
+
+    The bet is that guesses of fair coins are right more often than `p = sigmoid(epsilon)`:
+    `M_n = prod (q_i/p)^{Z_i} ((1-q_i)/(1-p))^{1-Z_i}`, with Z_i = 1 for a right guess and `q_i = max(p, (c + 1/2)/i)` for c
+    right ones before the i-th.
+
+    Args:
+        epsilons: `(claims,)` increasing; what the bound may be.
+    """
+
+    def __init__(self, epsilons: FloatArray | None = None) -> None:
+        self.epsilons = np.linspace(0.0, 10.0, 1001) if epsilons is None else epsilons
+        self.log_stakes: FloatArray = np.zeros(len(self.epsilons))
+        """`(claims,)` e-values now."""
+        self._highest: FloatArray = np.zeros(len(self.epsilons))
+        self._right, self._count = 0.0, 0
+
+    def add(self, values: FloatArray) -> None:
+        """`values (guesses,)`: 1.0 for a right guess, 0.0 for a wrong one."""
+        right = np.asarray(values, dtype=np.float64)
+        before = self._right + np.cumsum(right) - right
+        learned = (before + 0.5) / (self._count + 1.0 + np.arange(len(right)))
+        epsilons = self.epsilons[:, None]
+        odds = np.maximum(special.logit(learned) - epsilons, 0.0) + epsilons  # of q: never below those of p
+        gained = special.log_expit(odds) - special.log_expit(epsilons)
+        lost = special.log_expit(-odds) - special.log_expit(-epsilons)  # where 1 - p is too small for float64, too
+        stakes = np.cumsum(np.where(right > 0, gained, lost), axis=1)
+        if len(right):
+            self._highest = np.maximum(self._highest, self.log_stakes + stakes.max(axis=1))
+            self.log_stakes = self.log_stakes + stakes[:, -1]
+        self._right, self._count = self._right + float(right.sum()), self._count + len(right)
+
+    def lower(self, alpha: float) -> float:
+        """A bound that epsilon is below with probability at most `alpha`, at whatever time one asks; 0: none."""
+        refuted = np.flatnonzero(self._highest >= -math.log(alpha))
+        return float(self.epsilons[refuted[-1]]) if refuted.size else 0.0
+
+
 class CanaryTest:
     """Guesses the coins of a run that is under way, and bets that more guesses are right than is promised.
 
@@ -291,13 +330,13 @@ class CanaryTest:
         self.canaries = canaries
         self.scored = self.guessed = self.right = 0
         self._alpha, self._alarmed = alpha, False
-        self._scorer = Scorer(run, data, canaries)
-        self._guesses, self._bound = Guesses(canaries.claim), EpsilonBound()
+        self._scorer = _Scorer(run, data, canaries)
+        self._claim, self._bound = EpsilonBound(np.array([canaries.claim])), EpsilonBound()
 
     @property
     def e(self) -> float:
         """Logarithm of the e-value of the claim."""
-        return self._guesses.e
+        return float(self._claim.log_stakes[0])
 
     @property
     def bound(self) -> float:
@@ -321,5 +360,5 @@ class CanaryTest:
             return
         right = (loss < 0.0) == bool(self.canaries.coins[k])
         self.guessed, self.right = self.guessed + 1, self.right + right
-        for process in (self._guesses, self._bound):
+        for process in (self._claim, self._bound):
             process.add(np.array([float(right)]))

@@ -1,13 +1,9 @@
 """The watch over a run while it goes on: is every learner's noise, round after round, what is claimed?
 
-The stakes mix all bets, since round 0 and in blocks of rounds, for each learner and for all. Half of the stake is on the
-learners, evenly, and half on all of them together: on the same sums added up over learners, which sees what is slight in all,
-and on what they have in common in one round, of which nobody can say whose fault it is.
-
-Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`stakes`). May be looked at
+Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`bets.Stakes`). May be looked at
 after every round. Of `alpha`, half is for either question; while all claims hold,
 
-1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`stakes`). Half the
+1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`bets.Stakes`). Half the
    learners' mean plus half that of all is one again, so neither half reaches `2/alpha` but with probability at most `alpha/2`,
    in however many rounds (Ville). Who is to blame is named by e-BH at that level, which names nobody before the mean is there:
    k e-values above `4n/(k alpha)`, of n learners, have a mean above `4/alpha`.
@@ -32,130 +28,11 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.conformance.residuals import learned, noise_of
-from sottovoce_core.auditing.online.bets import (
-    Bet,
-    Copies,
-    FarLag,
-    Histogram,
-    Lag,
-    LowBits,
-    OwnLag,
-    Past,
-    Repeats,
-    Scale,
-    Shared,
-)
-from sottovoce_core.auditing.online.keys import Keys
-from sottovoce_core.auditing.online.seen import Memory, RoundNoise, Seen
-from sottovoce_core.auditing.online.sequential import Detector, e_bh, mixture
+from sottovoce_core.auditing.online.bets import Stakes, mixture
+from sottovoce_core.auditing.online.seen import Keys, Memory, RoundNoise
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.replay import Replay
 from sottovoce_core.running.run import Run
-
-# ---- stakes ----------------------------------------------------------------------------------------------------------
-
-_BLOCKS = (16, 256)
-"""Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
-
-_OWN: tuple[tuple[Bet, float], ...] = (
-    (Scale(), 0.2),
-    (Histogram(), 0.1),
-    (LowBits(), 0.1),
-    (Lag(), 0.25),
-    (FarLag(), 0.05),
-    (Past(), 0.1),
-    (Repeats(), 0.2),
-)
-"""Bets on each learner, and their shares of its stake."""
-
-_POOLED: tuple[tuple[Bet, float], ...] = (
-    (Scale(), 0.25),
-    (Histogram(), 0.1),
-    (LowBits(), 0.1),
-    (OwnLag(), 0.15),
-    (Past(), 0.05),
-)
-"""Bets on the sums of all learners, and their shares of the stake on all together."""
-
-_SHARED: tuple[tuple[Bet, float], ...] = ((Copies(), 0.25), (Shared(), 0.1))
-"""Bets on every learner beside those before it in the same round: the mean over learners; shares as in `_POOLED`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """E-values now; columns: all learners together, and every learner.
-
-    Attributes:
-        e: `(1 + learners,)` logarithms, since round 0.
-        change: the same of the mean of all detectors.
-        tests: which bet has gained most since round 0.
-        changed: which has of late.
-    """
-
-    e: FloatArray
-    change: FloatArray
-    tests: tuple[str, ...]
-    changed: tuple[str, ...]
-
-
-class _Stakes:
-    """The sums of all bets; row 0 since round 0, then those of the blocks.
-
-    Args:
-        learners: how many are watched.
-    """
-
-    def __init__(self, learners: int) -> None:
-        self._sums: dict[type[Bet], FloatArray] = {}
-        self._detectors = tuple(Detector(1 + learners) for _ in _BLOCKS)
-        self._rounds = 0
-        self._bets = tuple({type(bet): bet for bet, _ in (*_OWN, *_POOLED, *_SHARED)}.values())
-        self._now: FloatArray = np.zeros((1 + len(_BLOCKS), 1 + learners))
-
-    def add(self, seen: Seen) -> _Gain:
-        """A round more."""
-        self._begin_blocks()
-        for bet in self._bets:
-            added = bet.sums(seen)
-            kept = self._sums.setdefault(type(bet), np.zeros((1 + len(_BLOCKS), *added.shape)))
-            kept += added
-        self._rounds += 1
-        return self._gain()
-
-    def _begin_blocks(self) -> None:
-        for k, (length, detector) in enumerate(zip(_BLOCKS, self._detectors, strict=True), 1):
-            if self._rounds and self._rounds % length == 0:
-                detector.add(self._now[k])
-                for kept in self._sums.values():
-                    kept[k] = 0.0
-
-    def _gain(self) -> _Gain:
-        own = [bet.e(self._sums[type(bet)]) for bet, _ in _OWN]
-        pooled = [bet.e(self._sums[type(bet)].sum(axis=1)) for bet, _ in _POOLED]
-        shared = [mixture(bet.e(self._sums[type(bet)])) for bet, _ in _SHARED]
-        on_all, on_each = np.stack([*pooled, *shared], axis=-1), np.stack(own, axis=-1)
-        self._now = np.concatenate(
-            [mixture(on_all, _shares(*_POOLED, *_SHARED))[:, None], mixture(on_each, _shares(*_OWN))], axis=1
-        )
-        late = np.stack([each.with_next(now) for each, now in zip(self._detectors, self._now[1:], strict=True)])
-        return _Gain(
-            e=self._now[0],
-            change=mixture(late.T),
-            tests=self._strongest(on_all[0], on_each[0]),
-            changed=self._strongest(on_all[1:].max(axis=0), on_each[1:].max(axis=0)),
-        )
-
-    def _strongest(self, on_all: FloatArray, on_each: FloatArray) -> tuple[str, ...]:
-        all_names = [bet.name for bet, _ in (*_POOLED, *_SHARED)]
-        own_names = [bet.name for bet, _ in _OWN]
-        return all_names[int(on_all.argmax())], *(own_names[k] for k in on_each.argmax(axis=-1))
-
-
-def _shares(*bets: tuple[Bet, float]) -> FloatArray:
-    return np.array([share for _, share in bets])
-
-
-# ---- watch -----------------------------------------------------------------------------------------------------------
 
 
 class _Records(Protocol):
@@ -172,7 +49,7 @@ class Alarm:
     Attributes:
         learner: its index; None: of all that are watched together, and none stands out.
         round: after whose messages.
-        test: which bet has gained most (`bets`, `dependence`), `lattice`, `equivocation` or `canaries`.
+        test: which bet has gained most (`bets`), `lattice`, `equivocation` or `canaries`.
         e: logarithm of the e-value that reached the threshold.
         threshold: its logarithm.
         change: it is a detector's: the noise broke on the way.
@@ -200,10 +77,10 @@ class _Stake:
         self.e = self.change = 0.0
         self.test = self.changed = "scale"
 
-    def update(self, gain: _Gain, k: int) -> None:
+    def update(self, stakes: Stakes, k: int) -> None:
         """After another round."""
-        self.e, self.change = float(gain.e[k]), float(gain.change[k])
-        self.test, self.changed = gain.tests[k], gain.changed[k]
+        self.e, self.change = float(stakes.e[k]), float(stakes.change[k])
+        self.test, self.changed = stakes.tests[k], stakes.changed[k]
 
 
 class _Watched(_Stake):
@@ -236,8 +113,8 @@ class _Watched(_Stake):
         self._impossible = self._impossible or test
         self.e, self.test = math.inf, self._impossible
 
-    def update(self, gain: _Gain, k: int) -> None:
-        super().update(gain, k)
+    def update(self, stakes: Stakes, k: int) -> None:
+        super().update(stakes, k)
         if self._impossible:
             self.refute(self._impossible)
 
@@ -299,7 +176,7 @@ class Watch:
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
         self._numbers = sum(widths.values())
         self._memory = Memory(len(self.learners), self._numbers, self.keys)
-        self._stakes = _Stakes(len(self.learners))
+        self._stakes = Stakes(len(self.learners))
 
     @property
     def e(self) -> float:
@@ -337,9 +214,9 @@ class Watch:
         said = RoundNoise(len(self.learners), self._numbers)
         for row, watched in enumerate(self.learners):
             watched.take(messages, self._records[watched.learner], said, row, self._starts)
-        gain = self._stakes.add(self._memory.see(said))
+        self._stakes.add(self._memory.see(said))
         for k, stake in enumerate((self.together, *self.learners)):
-            stake.update(gain, k)
+            stake.update(self._stakes, k)
         self.round += 1
         return self._new_alarms(t)
 
@@ -362,7 +239,7 @@ class Watch:
     def _since_the_start(self, t: int) -> list[Alarm]:
         if self.e < self.threshold:
             return []
-        named = e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
+        named = _e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
         if not named:
             return [Alarm(self._all, t, self._strongest("e").test, self.e, self.threshold)]
         line = self.threshold + self.alone - math.log(len(named))
@@ -389,3 +266,19 @@ class Watch:
             return self.together
         worst: _Stake = max(self.learners, key=lambda watched: getattr(watched, what))
         return worst
+
+
+def _e_bh(e_values: Sequence[float], alpha: float) -> tuple[int, ...]:
+    """Which claims are refuted (Wang and Ramdas 2022): at most a share `alpha` wrongly, on average, whatever the dependence.
+
+    Args:
+        e_values: logarithms, one a claim (a learner).
+        alpha: false discovery rate.
+
+    Returns:
+        Their indices, in order.
+    """
+    n = len(e_values)
+    order = sorted(range(n), key=lambda i: -e_values[i])
+    refuted = [k for k in range(1, n + 1) if e_values[order[k - 1]] >= math.log(n / (k * alpha))]
+    return tuple(sorted(order[: refuted[-1]])) if refuted else ()
