@@ -24,12 +24,13 @@ import sottovoce_client
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
-from sottovoce_client.running.compare import Result, _as_markdown
+from sottovoce_client.running.compare import as_markdown
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.monitoring import History, capture_line, course_of, look_at, run_line, run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
+from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from sottovoce_core.text import plain
@@ -256,12 +257,11 @@ def test_an_answer_in_csv_has_no_formula_and_no_command(tmp_path: Path) -> None:
 
 
 def test_a_table_of_markdown_has_its_own_lines_only() -> None:
-    curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
+    curves = {key: Curve(np.array([[0.9, 1.1]] * 3), None) for key in ("accuracy", "average_loss")}
     name = f"{HOSTILE}|x|"
-    result = Result(
-        name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0))
-    )
-    lines = _as_markdown([result]).splitlines()
+    facts = Facts(name, {}, name, "wire", math.inf, 1.0, 2.0, 4, 10, (name,), name, 100.0)
+    result = Result(facts, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0)))
+    lines = as_markdown(Results((result,))).splitlines()
     assert [line.count(" | ") for line in lines] == [lines[0].count(" | ")] * 3
     assert not set(COMMANDS) & set(lines[2])
 
