@@ -14,7 +14,6 @@ from typing import Any
 from sottovoce_client.documents import page_json
 from sottovoce_client.running.monitoring import (
     CaptureLine,
-    Course,
     History,
     Look,
     Plan,
@@ -65,10 +64,10 @@ def look(at: float, n: int = 3, rounds: int = 20, **more: Any) -> Look:
     )
 
 
-COURSE = Course("run-1", "running", "", NOON, None)
+COURSE = RunLine("run-1", "running", "", NOON, None)
 
 
-def a_run(n: int = 3, course: Course = COURSE, planned: Plan | None = None) -> RunView:
+def a_run(n: int = 3, course: RunLine = COURSE, planned: Plan | None = None) -> RunView:
     """One that has done 20 rounds, one a second."""
     history = History()
     for second in range(21):

@@ -33,7 +33,7 @@ from sottovoce_client.running.compare import (
     the_field,
 )
 from sottovoce_client.running.plot import Across, figures
-from sottovoce_client.running.simulation import print_metrics
+from sottovoce_client.running.simulation import _print_metrics
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import load, prepare
 from sottovoce_core.noise import SeededNoise
@@ -306,7 +306,7 @@ def test_on_a_terminal_the_final_values_are_a_table(records: Path) -> None:
     for step in simulate(prepared.run, prepared.data, SeededNoise(1)):
         meter.take(step)
     out = io.StringIO()
-    print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
+    _print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
     assert "after 15 rounds" in out.getvalue()
     assert "static regret" in out.getvalue()
     assert "±" not in out.getvalue()

@@ -26,7 +26,7 @@ from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
 from sottovoce_client.running.compare import as_markdown
 from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.monitoring import History, capture_line, course_of, look_at, run_line, run_view
+from sottovoce_client.running.monitoring import History, capture_line, look_at, run_line, run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
@@ -157,7 +157,7 @@ def test_a_look_at_a_run_is_text() -> None:
     history = History()
     history.add(look_at(a_run(), None, 0.0))
     plan = replace(consoles.plan(), name=HOSTILE, algorithm=HOSTILE, capture=HOSTILE)
-    run = run_view(course_of(a_run()), plan, history)
+    run = run_view(run_line(a_run()), plan, history)
     capture_of = capture_line(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
     console, out = screen()
     seen = status.Status(0.0, run, (run_line(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))

@@ -147,7 +147,7 @@ def status(
     if folder is not None:
         places = Asked(folder, places).now()
     who = Credentials(places.identity, common().insecure)
-    found = asyncio.run(looking.look(looking.Asked(places, tuple(learner or ()), run, who)))
+    found = asyncio.run(looking.look(places, learner or (), run, who))
     if common().as_json:
         print_json(looking.document(found))
     else:

@@ -120,7 +120,7 @@ def simulate_to(
     if done.curves is not None:
         results = done.results if noise is None else _unpromised(done.results)
         results.write(folder, seed=seed)
-        print_metrics(done.curves)
+        _print_metrics(done.curves)
     return done
 
 
@@ -181,7 +181,7 @@ def finals(curves: Curves) -> dict[str, Any]:
     return {name: {"mean": each.final, "standard_error": each.final_error} for name, each in curves.curves.items()}
 
 
-def print_metrics(curves: Curves, console: Console | None = None) -> None:
+def _print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
     console = console or terminal.console()
     table = terminal.table("metric")

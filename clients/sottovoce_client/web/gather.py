@@ -18,14 +18,13 @@ from sottovoce_client.running.monitoring import (
     RunLine,
     RunView,
     capture_line,
-    course_of,
     look_at,
     newest,
     plan_of,
     run_line,
     run_view,
 )
-from sottovoce_client.web.files import End, Files, ReportLine, Results
+from sottovoce_client.web.files import Files, ReportLine, Results
 from sottovoce_client.web.services import Asked, Services, WatchView, read_watch
 from sottovoce_core.errors import NotReady, SottovoceError
 from sottovoce_core.text import plain
@@ -235,7 +234,7 @@ class Gathering:
         self._known[run_id] = seen
         heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
         seen.history.add(look_at(told, heard, self._clock()))
-        seen.view = run_view(course_of(told), seen.plan, seen.history)
+        seen.view = run_view(run_line(told), seen.plan, seen.history)
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
 
@@ -258,14 +257,14 @@ class Gathering:
         ended = self._results.ended if away else {}
         if shown is not None and run_id in ended:
             end = ended[run_id]
-            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.at)
+            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.ended)
         watched = [each for each in self._watched if shown is not None and each.run == shown.name]
         return Page(
             at=time.time(),
             version=version("sottovoce"),
             run=shown,
             runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
-            captures=merged(self._captures, self._results.captures, gone=away),
+            captures=_merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,
             problems=tuple({each.text: each for each in own.values()}.values()),
@@ -277,14 +276,14 @@ class Gathering:
 # ---- what services say, and results ---------------------------------------------------------------------------------
 
 
-def _as_ended(line: RunLine, end: End | None) -> RunLine:
+def _as_ended(line: RunLine, end: RunLine | None) -> RunLine:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
-    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.at)
+    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.ended)
 
 
-def merged(
+def _merged(
     told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...], *, gone: bool = False
 ) -> tuple[CaptureLine, ...]:
     """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder.
