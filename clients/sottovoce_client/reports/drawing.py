@@ -167,6 +167,13 @@ _LOOK = {
 }
 
 
+_MARKED = re.compile(r'<g id="mark_(\d+)">')
+_GROUP, _REFERENCE = re.compile(r' id="[^"]*_\d+"'), re.compile(r'( id="|href="#|url\(#)')
+_COLOUR, _PLACE = re.compile(r"#[0-9a-f]{6}\b"), re.compile(r' (?:d|x|y)="[^"]*"')
+_DIGITS = re.compile(r"(?<=\.\d)\d+|\s*\n|(?<=[ML]) ")
+"""Parts of tags in a drawing: marks, ids of groups, ids and references to them, colours, places, and digits that nobody sees."""
+
+
 def _matplotlib(part: str = "") -> Any:
     return import_extra(f"matplotlib{part}", "Matplotlib", "a figure")
 
@@ -185,14 +192,16 @@ def _inline(figure: Figure, view: View, k: int, canvas: Any) -> str:
 
     def inline(found: re.Match[str]) -> str:
         """A tag, of which text is no part: names stay as they are."""
-        if marked := re.fullmatch(r'<g id="mark_(\d+)">', found[0]):
+        tag = found[0]
+        if marked := _MARKED.fullmatch(tag):
             return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
-        tag = re.sub(r' id="[^"]*_\d+"', "", found[0])  # of groups: nothing refers to them
-        tag = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", tag)
-        tag = re.sub(r' (?:d|x|y)="[^"]*"', lambda place: re.sub(r"(\.\d)\d+|\s*\n|(?<=[ML]) ", r"\1", place[0]), tag)
-        return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+        if ' id="' in tag or "#" in tag:
+            tag = _GROUP.sub("", tag)  # nothing refers to them
+            tag = _REFERENCE.sub(rf"\g<1>{figure.name}-{k}-", tag)
+            tag = _COLOUR.sub(lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+        return _PLACE.sub(lambda place: _DIGITS.sub("", place[0]), tag)
 
-    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^>]*>", inline, drawing))
+    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^/>][^>]*>", inline, drawing))
     label = html.escape(figure.said(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
