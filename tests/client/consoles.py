@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sottovoce_client.documents import page_json
 from sottovoce_client.running.monitoring import (
     CaptureLine,
     History,
@@ -124,7 +123,7 @@ class Told:
         while not self._ended:
             if self._turn != turn:
                 turn = self._turn
-                yield page_json(self._page)
+                yield self._page.json()
             async with self._changed:
                 await self._changed.wait_for(partial(self._new_since, turn))
 
@@ -141,7 +140,7 @@ def free_port() -> int:
 @asynccontextmanager
 async def served(told: Told, port: int, token: str = TOKEN) -> AsyncIterator[str]:
     """A console that answers at this port while the block lasts; gives the address that opens it."""
-    server = server_of(console_app(told, token, COOKIE))
+    server = server_of(console_app(told, token, COOKIE))  # type: ignore[arg-type]
     listening = socket.create_server(("127.0.0.1", port))
     serving = asyncio.ensure_future(server.serve([listening]))
     try:

@@ -136,8 +136,8 @@ COMMANDS_ON_RUNS: dict[str, Callable[[Console], Awaitable[None]]] = {
     "show": lambda console: known.show_run("here:1", "r", console),
     "stop": lambda console: known.stop_run("here:1", "r", console),
     "resume": lambda console: known.resume_run("here:1", "r", console),
-    "leave": lambda console: known.leave_run("here:1", "r", HOSTILE, console),
-    "join": lambda console: known.join_run("here:1", "r", HOSTILE, console),
+    "leave": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=False),
+    "join": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=True),
     "rebind": lambda console: known.rebind("here:1", HOSTILE, console),
 }
 

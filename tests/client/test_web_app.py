@@ -28,7 +28,7 @@ class Browser:
     """Asks the console, and keeps its cookies; it has the token already, unless told otherwise."""
 
     def __init__(self, told: Told, token: str | None, ours: bool) -> None:
-        self._app = console_app(told, TOKEN, COOKIE, lambda _: ours)
+        self._app = console_app(told, TOKEN, COOKIE, lambda _: ours)  # type: ignore[arg-type]
         self._cookies = httpx.Cookies({} if token is None else {COOKIE: token})
 
     def request(self, method: str, path: str, **more: Any) -> Any:

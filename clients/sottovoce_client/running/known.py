@@ -152,38 +152,27 @@ async def resume_run(
     terminal.tell(lambda: _document(run))
 
 
-async def leave_run(
-    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+async def amend_run(
+    coordinator: str,
+    run_id: str,
+    learner: str,
+    console: Console | None = None,
+    credentials: Credentials = NO_IDENTITY,
+    *,
+    joins: bool,
 ) -> None:
-    """Let a run under way go on without a learner.
+    """Let a run under way go on without a learner; or let one that is away take part, if it `joins`.
 
     Raises:
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
-    request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
-    await asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
-
-
-async def join_run(
-    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
-) -> None:
-    """Let a learner that is away take part in a run under way.
-
-    Raises:
-        SottovoceError: it cannot; or the coordinator cannot be reached.
-    """
-    request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
-    await asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
-
-
-async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
-    """In which rounds a learner is away, as the run is now."""
+    request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
+    wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
+    await asked(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_S))
     run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            console.print(_said(away_line(Absence(**each))))
+            (console or terminal.console()).print(_said(away_line(Absence(**each))))
     terminal.tell(lambda: _document(run))
 
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from sottovoce_client.web.files import Files
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.services import Asked
 from sottovoce_core.errors import SpecError, Unavailable
@@ -156,25 +155,7 @@ _SANDBOX = {
 }
 
 
-class Known(Protocol):
-    """What the console knows; of a real one it is a `Gathering`."""
-
-    @property
-    def files(self) -> Files:
-        """What may be opened."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether nobody more may look."""
-        ...
-
-    def pages(self, run_id: str) -> AsyncIterator[bytes]:
-        """The page as JSON, again and again; of this run, or of the newest."""
-        ...
-
-
-def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
+def console_app(known: Gathering, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
     """The console as an ASGI application.
 
     Args:

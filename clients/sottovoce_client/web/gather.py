@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from sottovoce_client.documents import page_json
+from pydantic_core import to_json
+
 from sottovoce_client.running.monitoring import (
     CaptureLine,
     History,
@@ -62,6 +63,10 @@ class Page:
     problems: tuple[Problem, ...] = ()
     folder: str = ""
     gone: bool = False
+
+    def json(self) -> bytes:
+        """JSON on one line; numbers that are not finite are text, which scripts make numbers of."""
+        return to_json(self, inf_nan_mode="strings")
 
 
 LOOK_S = 1.0
@@ -175,7 +180,8 @@ class Gathering:
         asked = {f"run {run_id}" for run_id in looked.values()}
         for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
             del self._problems[stale]
-        self._pages = {wanted: page_json(self._page(run_id)) for wanted, run_id in looked.items()}
+        # Numbers that are not finite stand as text, which scripts make numbers of.
+        self._pages = {wanted: to_json(self._page(run_id), inf_nan_mode="strings") for wanted, run_id in looked.items()}
         async with self._changed:
             self._turn += 1
             self._changed.notify_all()
