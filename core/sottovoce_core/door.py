@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from sottovoce_core.running.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """What a simulation came to.
 
@@ -43,7 +44,7 @@ class Simulation:
     curves: Curves | None
     transcript: Transcript | None
 
-    @property
+    @cached_property
     def results(self) -> Results:
         """What was measured and what is promised, to write to files; `summary` has means and intervals over the replicas.
 
