@@ -19,7 +19,7 @@ for title, algorithm in ALGORITHMS.items():
     )
     experiment = sv.calibrate(plain, EPSILON)  # accuracies may be compared only under the same promise
     # The same seed: as far as they draw alike, both get the same noise.
-    final = sv.simulate(experiment, REPLICAS, seed=1, metrics=[ROUNDS]).metrics.where(learner=None)
+    final = sv.simulate(experiment, REPLICAS, seed=1, metrics=[ROUNDS]).results.summary()
     print(f"\n{title}, epsilon {experiment.epsilon():.4g}")
     for metric, mean, error in zip(final["metric"], final["mean"], final["standard_error"], strict=True):
         print(f"  {metric:<24} {mean:10.4g} ± {2 * error:.2g}")

@@ -42,7 +42,7 @@ def main():
             data={"source": "breast_cancer", "scale": "standard", "reuse": True, "batch_size": 8},
         )
         final = sv.simulate(experiment, replicas=10, seed=1, metrics=[100]).metrics
-        (accuracy,) = final.where(metric="accuracy", learner=None)["mean"]
+        accuracy = final.where(metric="accuracy", learner=None)["value"].mean()
         print(f"{experiment.loss.kind:<16} accuracy {accuracy:.3f}, epsilon {experiment.epsilon():.4g}")
 
 

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import math
 import os
 import shutil
 import tempfile
@@ -16,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pydantic_core import to_json, to_jsonable_python
+from pydantic_core import to_json
 
 from sottovoce_core.errors import SpecError
 
@@ -82,21 +80,6 @@ def write_text(path: Path, text: str, *, opener: Opener | None = None) -> None:
     """Write a text file, in UTF-8; `opener`: as of `open`, such as `private`."""
     with until_complete(path) as draft, open(draft, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
-
-
-def page_json(document: Any) -> bytes:
-    """JSON for a page, on one line; numbers that are not finite stand as text, which scripts make numbers of."""
-    return json.dumps(_finite(to_jsonable_python(document)), allow_nan=False).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def write_json(

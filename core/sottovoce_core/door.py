@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from sottovoce_core.experiment import Experiment, experiment_of, require_count
 from sottovoce_core.explaining import short
 from sottovoce_core.noise import Noise, RecordedNoise, SeededNoise
 from sottovoce_core.privacy.guarantee import ThreatModel
+from sottovoce_core.results import Result, Results, facts_of
 from sottovoce_core.running.metrics import Curves, Metrics
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound
@@ -26,11 +27,8 @@ from sottovoce_core.running.simulator import simulate as rounds_of
 from sottovoce_core.running.transcript import Transcript, read_noise
 from sottovoce_core.table import Table
 
-METRICS = ("rounds", "metric", "learner", "mean", "standard_error")
-"""Columns of the table of metrics, here and in `metrics.parquet`."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """What a simulation came to.
 
@@ -46,35 +44,29 @@ class Simulation:
     curves: Curves | None
     transcript: Transcript | None
 
-    @property
-    def metrics(self) -> Table:
-        """One row per number: `rounds` done, `metric`, `learner`, `mean` over the replicas, `standard_error` of that mean.
-
-        Learner None is the whole network's mean, and alone has a standard error, where there is more than one replica. What
-        the metrics mean, and their units: docs/metrics.md.
+    @cached_property
+    def results(self) -> Results:
+        """What was measured and what is promised, to write to files; `summary` has means and intervals over the replicas.
 
         Raises:
             SpecError: nothing was measured.
         """
         if self.curves is None:
             raise SpecError("nothing was measured: simulate with metrics=True")
-        return _metrics_table(self.curves, self.experiment.names)
+        return Results((Result(facts_of(self.experiment.prepared, self.experiment.name), self.curves),))
+
+    @property
+    def metrics(self) -> Table:
+        """What was measured, one number a row: the table `Results.metrics`. Names and units: docs/metrics.md.
+
+        Raises:
+            SpecError: nothing was measured.
+        """
+        return self.results.metrics
 
     def __repr__(self) -> str:
         replicas = self.decisions.shape[1]
         return f"Simulation of {self.experiment}, {replicas} replica{'s' * (replicas != 1)}"
-
-
-def _metrics_table(curves: Curves, names: tuple[str, ...]) -> Table:
-    """Curves as a table with the columns `METRICS`; `names` are the learners'."""
-    rows: list[tuple[int, str, str | None, float, float]] = []
-    for metric, curve in curves.curves.items():
-        for k, rounds in enumerate(curves.rounds.tolist()):
-            rows.append((rounds, metric, None, float(curve.mean[k]), float(curve.error[k])))
-            if curve.learners is not None:
-                each = curve.learners[k].tolist()
-                rows += [(rounds, metric, name, mean, math.nan) for name, mean in zip(names, each, strict=True)]
-    return Table.of(METRICS, rows)
 
 
 def simulate(
@@ -111,8 +103,8 @@ def simulate(
     >>> result = simulate(Experiment(rounds=10, algorithm="ldp-dol"), replicas=3, seed=1, transcript=True)
     >>> result.decisions.shape, result.transcript.fields["y"].shape
     ((5, 3, 31), (10, 5, 3, 31))
-    >>> result.metrics.where(metric="consensus_error", rounds=10)["mean"].shape
-    (1,)
+    >>> result.metrics.where(metric="consensus_error", round=10)["value"].shape
+    (3,)
     """
     require_count("replicas", replicas)
     experiment = experiment_of(experiment)

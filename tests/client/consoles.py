@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sottovoce_client.documents import page_json
 from sottovoce_client.running.monitoring import (
     CaptureLine,
-    Course,
     History,
     Look,
     Plan,
@@ -65,10 +63,10 @@ def look(at: float, n: int = 3, rounds: int = 20, **more: Any) -> Look:
     )
 
 
-COURSE = Course("run-1", "running", "", NOON, None)
+COURSE = RunLine("run-1", "running", "", NOON, None)
 
 
-def a_run(n: int = 3, course: Course = COURSE, planned: Plan | None = None) -> RunView:
+def a_run(n: int = 3, course: RunLine = COURSE, planned: Plan | None = None) -> RunView:
     """One that has done 20 rounds, one a second."""
     history = History()
     for second in range(21):
@@ -125,7 +123,7 @@ class Told:
         while not self._ended:
             if self._turn != turn:
                 turn = self._turn
-                yield page_json(self._page)
+                yield self._page.json()
             async with self._changed:
                 await self._changed.wait_for(partial(self._new_since, turn))
 
@@ -142,7 +140,7 @@ def free_port() -> int:
 @asynccontextmanager
 async def served(told: Told, port: int, token: str = TOKEN) -> AsyncIterator[str]:
     """A console that answers at this port while the block lasts; gives the address that opens it."""
-    server = server_of(console_app(told, token, COOKIE))
+    server = server_of(console_app(told, token, COOKIE))  # type: ignore[arg-type]
     listening = socket.create_server(("127.0.0.1", port))
     serving = asyncio.ensure_future(server.serve([listening]))
     try:

@@ -24,18 +24,20 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import PageTable
 from sottovoce_client.running.compare import (
     HEADS,
+    as_markdown,
     compare_page,
     compare_to,
     from_files,
-    result_of,
+    measured,
+    names_of,
     the_field,
-    write_comparison,
 )
-from sottovoce_client.running.plot import figures, not_shown, read_results
-from sottovoce_client.running.simulation import print_metrics
+from sottovoce_client.running.plot import Across, figures
+from sottovoce_client.running.simulation import _print_metrics
 from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.experiment import prepare
+from sottovoce_core.experiment import load, prepare
 from sottovoce_core.noise import SeededNoise
+from sottovoce_core.results import Result, Results, intervals, read_results
 from sottovoce_core.running.metrics import Metrics
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import load_spec
@@ -61,7 +63,18 @@ def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = Fal
     """Exit code and what was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    return compare_to(from_files(specs), prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+    return compare_to(from_files(specs), id, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+
+
+def one_of(records: Path, name: str = "one", replicas: int = 1, **changes: Any) -> Result:
+    """The result of a small spec, with other facts where they are given."""
+    found = measured(name, load(written(records, name)), replicas, 0)
+    return replace(found, facts=replace(found.facts, **changes))
+
+
+def failures(folder: Path) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["failures"]
+    return found
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -74,21 +87,21 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
 
     assert code == 0
     assert rows["spec"] == list(HEADS)
-    document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
-    assert [Path(each["spec"]).stem for each in document["results"]] == ["loud", "quiet"]
-    assert document["failures"] == []
-    for path, found in zip((loud, silent), document["results"], strict=True):
+    results = read_results(tmp_path)
+    assert [each.facts.spec for each in results.runs] == ["loud", "quiet"]
+    assert failures(tmp_path) == []
+    for path, found in zip((loud, silent), results.runs, strict=True):
         prepared = prepare(load_spec(path))
         counts = np.diff(prepared.data.learners[0].offsets)
         promise = prepared.run.guarantee(0, counts)
-        assert found["epsilon_event"] == pytest.approx(promise.epsilon())
-        assert found["epsilon_paper"] == pytest.approx(promise.paper[-1])
+        assert found.facts.epsilon_event == pytest.approx(promise.epsilon())
+        assert found.facts.epsilon_paper == pytest.approx(promise.paper[-1])
         meter = Metrics(prepared.run, prepared.data)
         for step in simulate(prepared.run, prepared.data, SeededNoise(1), 3):
             meter.take(step)
         for name, curve in meter.curves.curves.items():
-            np.testing.assert_allclose(found["metrics"][name]["mean"], curve.mean, err_msg=name)
-            np.testing.assert_allclose(found["metrics"][name]["standard_error"], curve.error, err_msg=name)
+            np.testing.assert_array_equal(found.curves[name].replicas, curve.replicas, err_msg=name)
+            np.testing.assert_array_equal(found.curves[name].learners, curve.learners, err_msg=name)
         row = rows[path.stem]
         assert row[1:3] == ["ldp-dol", "wire"]
         assert row[4] == f"{promise.epsilon():.4g}"
@@ -116,36 +129,38 @@ def test_no_number_is_torn_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_specs_of_one_name_are_told_apart(records: Path, tmp_path: Path) -> None:
-    result = result_of("a/one.yaml", prepare(load_spec(written(records, "one"))), replicas=1, seed=0)
-    page = compare_page([result, replace(result, source="b/one.yaml"), replace(result, source="c/two.yaml")])
+    names = names_of(["a/one.yaml", "b/one.yaml", "c/two.yaml"])
+    assert names == ["a/one", "b/one", "two"]
+    page = compare_page(Results(tuple(one_of(records, spec=name) for name in names)))
     table, figure = page.exhibits[:2]
 
     assert isinstance(table, PageTable)
     assert isinstance(figure, Figure)
-    assert [row[0] for row in table.rows] == ["a/one", "b/one", "two"]
-    assert [mark.name for mark in figure.marks if mark.kind == "line"] == ["a/one", "b/one", "two"]
+    assert [row[0] for row in table.rows] == names
+    assert [mark.name for mark in figure.marks if mark.kind == "line"] == names
 
 
 def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_path: Path) -> None:
-    result = result_of("open.yaml", prepare(load_spec(written(records, "open"))), replicas=1, seed=0)
-    write_comparison(tmp_path, [replace(result, paper=math.inf, event=math.inf)], [], replicas=1, seed=0)
-    found = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
-    assert "| wire | ∞ | ∞ |" in (tmp_path / "compare.md").read_text(encoding="utf-8")
-    assert found[0]["epsilon_event"] is None
-    assert found[0]["metrics"]["accuracy"]["standard_error"][-1] is None
+    results = Results((one_of(records, epsilon_paper=math.inf, epsilon_event=math.inf),))
+    results.write(tmp_path)
+    (written,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"]
+    (read,) = read_results(tmp_path).runs
+    assert "| wire | ∞ | ∞ |" in as_markdown(results)
+    assert (written["epsilon_event"], read.facts.epsilon_event) == (None, math.inf)
+    assert math.isnan(read.curves["accuracy"].final_error)
 
 
 def test_the_field_can_be_compared(tmp_path: Path) -> None:
     """All specs of the field load, and hold the same records out: two of them run."""
     field = the_field()
-    chosen = [(name, load) for name, load in field if name in ("dpcda", "dvp")]
-    for _, load in field:
-        assert load().data.source == "breast_cancer"
-    assert compare_to(chosen, prepare, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
-    results = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
-    assert [each["spec"] for each in results] == ["dpcda", "dvp"]
-    assert results[1]["epsilon_record"] == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round
-    assert results[0]["epsilon_record"] > results[0]["epsilon_event"]
+    chosen = [each for each in field if each[0] in ("dpcda", "dvp")]
+    for _, load_one in field:
+        assert load_one().data.source == "breast_cancer"
+    assert compare_to(chosen, id, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
+    one, other = (each.facts for each in read_results(tmp_path).runs)
+    assert (one.spec, other.spec) == ("dpcda", "dvp")
+    assert other.epsilon_record == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round
+    assert one.epsilon_record > one.epsilon_event
 
 
 def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_path: Path) -> None:
@@ -163,9 +178,8 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_pa
     assert code == 1
     for words in others:
         assert words in text
-    document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
-    assert [Path(each["spec"]).stem for each in document["results"]] == ["fine"]
-    assert {each["spec"] for each in document["failures"]} == set(map(str, others.values()))
+    assert [each.facts.spec for each in read_results(tmp_path).runs] == ["fine"]
+    assert {each["spec"] for each in failures(tmp_path)} == set(map(str, others.values()))
 
 
 def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> None:
@@ -184,9 +198,9 @@ def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> N
 
 
 def test_many_bands_are_left_out(records: Path) -> None:
-    result = result_of("one.yaml", prepare(load_spec(written(records, "one"))), replicas=3, seed=0)
+    result = one_of(records, replicas=3)
     for results, marks in (8, 16), (9, 9):
-        made = compare_page([result] * results)
+        made = compare_page(Results((result,) * results))
         figures = [each for each in made.exhibits if isinstance(each, Figure)]
         assert [len(each.marks) for each in figures if each.name == "accuracy"] == [marks]
         assert ("bands are two of these" in made.html()) == (results == 8)
@@ -195,7 +209,7 @@ def test_many_bands_are_left_out(records: Path) -> None:
 def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:
     fine, out = str(written(records, "fine")), ["--out", str(tmp_path / "out"), "--replicas", "2"]
     assert CliRunner().invoke(app, ["compare", fine, *out]).exit_code == 0
-    assert json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["replicas"] == 2
+    assert read_results(tmp_path / "out").runs[0].curves["accuracy"].replicas.shape[1] == 2
     assert CliRunner().invoke(app, ["compare", fine, str(tmp_path / "none.yaml"), *out]).exit_code == 1
 
 
@@ -204,15 +218,16 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
     specs, out = [str(written(records, "one")), str(written(records, "two"))], tmp_path / "out"
     asked = ["--replicas", "2", "--export", "csv,latex,svg", "--out", str(out)]
     done = CliRunner().invoke(app, ["compare", *specs, *asked], catch_exceptions=False)
-    found = json.loads((out / "compare.json").read_text(encoding="utf-8"))["results"]
-    heads, *rows = csv.reader((out / "compare.csv").read_text(encoding="utf-8").splitlines())
-    one = dict(zip(heads, rows[0], strict=True))
-    tex = (out / "compare.tex").read_text(encoding="utf-8").splitlines()
+    found, _ = read_results(out).runs
+    heads, *rows = csv.reader((out / "results.csv").read_text(encoding="utf-8").splitlines())
+    named = [dict(zip(heads, row, strict=True)) for row in rows]
+    one = next(row for row in named if (row["spec"], row["round"], row["metric"]) == ("one", "15", "accuracy"))
+    tex = (out / "results.tex").read_text(encoding="utf-8").splitlines()
 
     assert done.exit_code == 0
-    assert (one["spec"], float(one["epsilon_event"])) == ("one", found[0]["epsilon_event"])
-    assert float(one["accuracy"]) == found[0]["metrics"]["accuracy"]["mean"][-1]
-    assert float(one["accuracy_standard_error"]) == found[0]["metrics"]["accuracy"]["standard_error"][-1]
+    assert float(one["epsilon"]) == found.facts.epsilon_event
+    assert float(one["mean"]) == found.curves["accuracy"].final
+    assert float(one["standard_error"]) == found.curves["accuracy"].final_error
     assert len(tex) == 8  # a row for a spec
     assert r"$\varepsilon$ per event" in tex[2] and r"$\pm$" in tex[4] and "rounds/s" not in tex[2]
     assert {path.name for path in out.glob("*.svg")} == {
@@ -226,24 +241,29 @@ def test_a_comparison_is_exported_for_papers(records: Path, tmp_path: Path) -> N
 
 
 def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> None:
-    result = result_of("a/one.yaml", prepare(load_spec(written(records, "one"))), replicas=2, seed=0)
-    others = [replace(result, source="b/one.yaml", event=2.0), replace(result, source="open.yaml", event=math.inf)]
-    write_comparison(tmp_path, [result, *others], [], replicas=2, seed=0)
-    read = read_results(tmp_path)
-    drawn = {each.name: each for each in figures({"x": read})}["accuracy"]
+    result = one_of(records, replicas=2, spec="a/one")
+    others = [one_of(records, replicas=2, spec="b/one", epsilon_event=2.0)]
+    others.append(one_of(records, replicas=2, spec="open", epsilon_event=math.inf))
+    Results((result, *others)).write(tmp_path)
+    across = Across.of({"x": read_results(tmp_path)})
+    drawn = {each.name: each for each in figures(across)}["accuracy"]
     curve = result.curves["accuracy"]
+    (low,), (high,) = intervals(curve.replicas[-1:])
 
     assert drawn.views[0].x.title == "ε per event"
     assert [(mark.kind, mark.name, mark.x.tolist()) for mark in drawn.marks] == [
-        ("dots", "a/one", [result.event]),
+        ("dots", "a/one", [result.facts.epsilon_event]),
         ("dots", "b/one", [2.0]),
     ]
     assert drawn.marks[0].y.tolist() == [curve.final]
-    assert drawn.marks[0].low == pytest.approx([2 * curve.final_error])
-    assert "1 setting" in not_shown({"x": read})
-    (tmp_path / "compare.json").write_text('{"results": [1]}', encoding="utf-8")
-    with pytest.raises(CaptureError, match="it is not what `sottovoce compare` wrote"):
-        read_results(tmp_path)
+    assert drawn.marks[0].low == pytest.approx([(high - low) / 2])
+    assert "1 setting" in across.not_shown
+    over = figures(Across.of({"x": read_results(tmp_path)}, "rounds"))[0]
+    assert [mark.name for mark in over.marks if mark.kind == "line"] == ["a/one", "b/one", "open"]
+    for wrong in ('{"runs": [1]}', "{}", "none"):
+        (tmp_path / "results.json").write_text(wrong, encoding="utf-8")
+        with pytest.raises(CaptureError, match="cannot read the results"):
+            read_results(tmp_path)
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
@@ -252,30 +272,32 @@ def test_a_comparison_is_drawn_over_epsilon(records: Path, tmp_path: Path) -> No
 def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
     path, folder = written(records, "run"), tmp_path / "out"
     done = CliRunner().invoke(app, ["simulate", str(path), "--out", str(folder), "--replicas", "2"])
-    table = pq.read_table(folder / "metrics.parquet").to_pylist()
-    document = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    table = pq.read_table(folder / "results.parquet").to_pylist()
+    (run,) = read_results(folder).runs
 
     assert done.exit_code == 0, done.output
-    assert document["rounds"][-1] == 15
-    last = {row["metric"]: row for row in table if row["rounds"] == 15 and row["learner"] is None}
-    for name, curve in document["metrics"].items():
-        assert last[name]["mean"] == curve["mean"][-1]
-        assert last[name]["standard_error"] == curve["standard_error"][-1]
+    assert list(table[0]) == ["spec", "setting", "seed", "round", "learner", "metric", "value"]
+    assert {(row["spec"], row["setting"]) for row in table} == {("run", "")}
+    assert run.curves.rounds[-1] == 15
+    last = [row for row in table if row["round"] == 15]
+    for name, curve in run.curves.curves.items():
+        seeds = {row["seed"]: row["value"] for row in last if row["metric"] == name and row["learner"] is None}
+        assert seeds == dict(enumerate(curve.replicas[-1]))
         assert f"\n{name}: " in done.output
-    regrets = {row["learner"]: row["mean"] for row in table if row["rounds"] == 15 and row["metric"] == "static_regret"}
-    named = [regrets[f"learner-{i}"] for i in range(3)]
-    assert np.mean(named) == pytest.approx(regrets[None])
+    regrets = {(row["learner"], row["seed"]): row["value"] for row in last if row["metric"] == "static_regret"}
+    named = [regrets[f"learner-{i}", None] for i in range(3)]
+    assert np.mean(named) == pytest.approx(np.mean([regrets[None, k] for k in range(2)]))
     assert {each.name for each in folder.iterdir()} == {
         "spec.yaml",
-        "metrics.parquet",
-        "metrics.json",
+        "results.parquet",
+        "results.json",
         "models.parquet",
     }
     assert done.output.endswith("models.parquet; left out: decisions, transcript, noise (--write)\n")
 
     again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain"), "--write", "models"])
     assert again.exit_code == 0
-    assert not (tmp_path / "plain" / "metrics.json").exists()
+    assert not (tmp_path / "plain" / "results.json").exists()
 
 
 def test_on_a_terminal_the_final_values_are_a_table(records: Path) -> None:
@@ -284,7 +306,7 @@ def test_on_a_terminal_the_final_values_are_a_table(records: Path) -> None:
     for step in simulate(prepared.run, prepared.data, SeededNoise(1)):
         meter.take(step)
     out = io.StringIO()
-    print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
+    _print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
     assert "after 15 rounds" in out.getvalue()
     assert "static regret" in out.getvalue()
     assert "±" not in out.getvalue()

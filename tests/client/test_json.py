@@ -26,6 +26,7 @@ from sottovoce_client.running.operate import BY_OPERATOR, BY_SIGTERM, Interrupte
 from sottovoce_client.running.summary import Progress
 from sottovoce_core.experiment import prepare
 from sottovoce_core.noise import Recorder, SeededNoise
+from sottovoce_core.results import read_results
 from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import load_spec
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -80,7 +81,7 @@ def told(*words: str, code: int = 0) -> Any:
 
 RESULTS: dict[str, tuple[str, set[str]]] = {
     "simulate small.yaml --out o --write models,noise": ("left_out", {"folder", "files", "learners", "metrics"}),
-    "compare small.yaml --out o --replicas 2": ("results", {"folder", "failures"}),
+    "compare small.yaml --out o --replicas 2": ("runs", {"folder", "failures"}),
     "sweep small.yaml --out o --set algorithm.sigma=1,2 --replicas 2 --jobs 1": ("rows", {"folder"}),
     "budget small.yaml --out o": ("learners", {"folder"}),
     "budget small.yaml --target 5": ("learners", {"out", "spec"}),
@@ -107,11 +108,11 @@ def test_a_result_is_a_document(command: str, folder: Path) -> None:
 
 def test_simulate_tells_what_metrics_came_to(folder: Path) -> None:
     document = told("simulate", "small.yaml", "--out", "o", "--replicas", "2")
-    assert document["files"] == ["metrics.parquet", "metrics.json", "models.parquet"]
+    assert document["files"] == ["results.parquet", "results.json", "models.parquet"]
     assert document["left_out"] == ["decisions", "transcript", "noise"]
-    written = json.loads(Path("o/metrics.json").read_text("utf-8"))["metrics"]
+    (run,) = read_results("o").runs
     assert {name: each["mean"] for name, each in document["metrics"].items()} == {
-        name: each["mean"][-1] for name, each in written.items()
+        name: curve.final for name, curve in run.curves.curves.items()
     }
 
 

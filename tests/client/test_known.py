@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import to_json
 from rich.console import Console
 
-from sottovoce_client.running.known import leave_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
+from sottovoce_client.running.known import amend_run, list_runs, rebind, resume_run, run_documents, show_run, stop_run
 from sottovoce_client.terminal import json_apart
 from sottovoce_core.errors import NotFound, NotReady, Rule, SpecError, Unavailable
 from sottovoce_rpc.learner_status import KnownBy, LearnerState
@@ -53,7 +53,7 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path, capsys: pytest.
             await stop_run(up.coordinator, over, console)
             assert f"run {over} is over ({how}): nothing is left to stop" in " ".join(shown.getvalue().split())
             with pytest.raises(NotReady, match=re.escape(f"run {over} is over ({how})")):
-                await leave_run(up.coordinator, over, "ann", console)
+                await amend_run(up.coordinator, over, "ann", console, joins=False)
         out = capsys.readouterr().out  # with what services of this process log
         stopped = json.JSONDecoder().raw_decode(out, out.index("{\n"))[0]
         assert (stopped["run"], stopped["state"]) == (run_id, "stopped") and stopped["rounds_done"] >= 2

@@ -17,11 +17,12 @@ from sottovoce_client.privacy.budget import Question, _budget_page, _line_of
 from sottovoce_client.privacy.tradeoff import Trade, _answer_of, _Measured, _tradeoff_page
 from sottovoce_client.reports.page import Page, PageTable
 from sottovoce_client.reports.run_report import run_page
-from sottovoce_client.running.compare import Result, compare_page
+from sottovoce_client.running.compare import compare_page
 from sottovoce_client.running.summary import Noticed
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.experiment import Prepared
+from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.running.run import Run
 from sottovoce_lab.cases import Gallery, Membership, _GuessingRate
@@ -81,11 +82,10 @@ def of_a_gallery(name: str) -> Page:
 
 
 def of_a_comparison(name: str) -> Page:
-    curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
-    result = Result(
-        name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0))
-    )
-    return compare_page([result, result])
+    curves = {key: Curve(np.array([[0.9, 1.1]] * 3), None) for key in ("accuracy", "average_loss")}
+    facts = Facts(name, {}, name, "wire", math.inf, 1.0, 2.0, 4, 10, (name,), name, 100.0)
+    result = Result(facts, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0)))
+    return compare_page(Results((result, result)))
 
 
 def of_a_budget(name: str) -> Page:

@@ -101,8 +101,7 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
     def broken(*_: object) -> None:
         raise OSError("no space left")
 
-    for module in ("plot.export", "compare.write_files"):
-        monkeypatch.setattr(f"sottovoce_client.running.{module}", broken)
+    monkeypatch.setattr("sottovoce_client.running.plot.export", broken)
     done = ran(command.split()[0], spec, *COMMANDS[command], "--out", tmp_path / "out", "--export", "csv", "--json")
     assert done.exit_code == INCOMPLETE and json.loads(done.stdout)["folder"] == str(tmp_path / "out")
     assert "a file of --export could not be made: no space left. All other results are complete." in done.stderr
@@ -110,9 +109,10 @@ def test_a_file_for_papers_that_cannot_be_made_costs_no_results(
 
 def test_results_of_different_commands_may_lie_together(spec: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for command in ("simulate", "budget", "sweep"):
-        assert ran(command.split()[0], spec, *COMMANDS[command], "--out", out).exit_code == 0
-    plotted = [ran("plot", out / "metrics.parquet", "--out", out) for _ in range(2)]
+    for command in ("simulate", "budget"):
+        assert ran(command, spec, *COMMANDS[command], "--out", out).exit_code == 0
+    assert refused(ran("sweep", spec, *COMMANDS["sweep"], "--out", out), "results.parquet")
+    plotted = [ran("plot", out / "results.parquet", "--out", out) for _ in range(2)]
     assert plotted[0].exit_code == 0 and refused(plotted[1], "plot.html")
 
 

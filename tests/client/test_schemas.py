@@ -323,7 +323,7 @@ def test_a_budget_writes_the_schema_in_its_place(folder: Path) -> None:
 def test_a_simulation_from_a_file_to_its_end(folder: Path) -> None:
     told("spec.yaml", "--replicas", "2", "--out", "out", group="simulate")
     assert load_spec(folder / "out" / "spec.yaml") == load_spec(folder / "spec.yaml")
-    assert (folder / "out" / "metrics.parquet").is_file()
+    assert (folder / "out" / "results.parquet").is_file()
 
 
 @pytest.mark.slow
@@ -401,4 +401,4 @@ def test_the_page_shows_what_is(folder: Path) -> None:
     assert told("data", "describe", "wards.csv", "--schema", "schema.yaml") == " ".join(shown.split())
     assert "fine" in told("spec.yaml", group="spec check")
     told("spec.yaml", "--out", "out", group="simulate")
-    assert (folder / "out" / "metrics.parquet").is_file()
+    assert (folder / "out" / "results.parquet").is_file()

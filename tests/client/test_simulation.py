@@ -111,7 +111,7 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path: Path, more: list[str]) -
 
 SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 FILES = {
-    "metrics": {"metrics.parquet", "metrics.json"},
+    "metrics": {"results.parquet", "results.json"},
     "models": {"models.parquet"},
     "decisions": {"decisions.parquet"},
     "transcript": {"transcript.parquet"},
@@ -144,7 +144,7 @@ def test_what_is_asked_for_is_written_and_what_is_left_out_is_said(
 ) -> None:
     done = ran(spec, "--out", tmp_path / "o", *words)
     assert (done.exit_code, done.stderr) == (0, "")
-    exported = {"metrics.csv"} if "--export" in words else set()
+    exported = {"results.csv"} if "--export" in words else set()
     assert {each.name for each in (tmp_path / "o").iterdir()} == {
         "spec.yaml",
         *exported,
@@ -216,8 +216,8 @@ def test_noise_and_what_learners_keep_to_themselves_is_their_users_alone(spec: P
         ran(spec, "--out", tmp_path / "o", "--write", "all")
     finally:
         os.umask(before)
-    modes = {name: (tmp_path / "o" / f"{name}.parquet").stat().st_mode & 0o777 for name in FILES}
-    assert modes.pop("metrics") == 0o644  # means over all learners
+    modes = {each.stem: each.stat().st_mode & 0o777 for each in (tmp_path / "o").glob("*.parquet")}
+    assert modes.pop("results") == 0o644  # means over all learners
     assert len(modes) == 4 and set(modes.values()) == {0o600}
 
 
@@ -294,12 +294,12 @@ def test_where_a_simulation_ended_early_another_one_may_write(
 @pytest.mark.parametrize(
     ("words", "last"),
     [
-        (["simulate", "SPEC"], "metrics.json"),
+        (["simulate", "SPEC"], "results.json"),
         (["compare", "SPEC"], "compare.html"),
-        (["sweep", "SPEC", "--set", "algorithm.sigma=1", "--replicas", "1", "--jobs", "1"], "sweep.parquet"),
+        (["sweep", "SPEC", "--set", "algorithm.sigma=1", "--replicas", "1", "--jobs", "1"], "results.parquet"),
         (
             ["sweep", "SPEC", "--set", "algorithm.sigma=1", "--replicas", "1", "--jobs", "1", "--export", "csv"],
-            "sweep.csv",
+            "results.csv",
         ),
         (["budget", "SPEC"], "budget.json"),
         (["budget", "SPEC", "--tradeoff", "5,10,20", "--replicas", "2"], "tradeoff.html"),

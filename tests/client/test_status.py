@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from sottovoce_client.cli import app
 from sottovoce_client.live.sending import At
 from sottovoce_client.models.predicting import as_owner
 from sottovoce_client.running import known, status
-from sottovoce_client.running.monitoring import Course, History, Look, Places, RunView, run_view
-from sottovoce_client.running.status import Asked, Status, document, look, progress_line, show
+from sottovoce_client.running.monitoring import History, Look, Places, RunLine, RunView, run_view
+from sottovoce_client.running.status import Status, _progress_line, document, look, show
 from sottovoce_core.errors import Unavailable
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
@@ -61,7 +62,7 @@ def view(*looks: Look, rounds: int | None = 1000, state: str = "running", ended:
     history = History()
     for each in looks:
         history.add(each)
-    course = Course("run-1", state, "", consoles.NOON, ended)
+    course = RunLine("run-1", state, "", consoles.NOON, ended)
     return run_view(course, replace(consoles.plan(len(looks[0].statuses)), rounds=rounds), history)
 
 
@@ -72,22 +73,22 @@ async def test_what_goes_on_is_seen_by_whom_it_concerns(tmp_path: Path, tls: boo
     spec = small_spec(1000, NAMES, clock=PACED, capture="relay", name="wards", privacy={"budget": 1e6})
     async with network(tmp_path, NAMES, identities=identities) as up:
         await up.until_here("ann")
-        idle = await look(Asked(learners=(up.addresses["ann"],), credentials=up.operator))
-        empty = await look(Asked(Places(up.coordinator, up.eavesdropper), credentials=up.operator))
+        idle = await look(learners=(up.addresses["ann"],), credentials=up.operator)
+        empty = await look(Places(up.coordinator, up.eavesdropper), credentials=up.operator)
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 3)
-        asked = Asked(Places(up.coordinator, up.eavesdropper), (up.addresses["ann"],), credentials=up.operator)
-        seen = await look(asked)
+        asked = partial(look, Places(up.coordinator, up.eavesdropper), (up.addresses["ann"],))
+        seen = await asked(credentials=up.operator)
         stranger = None if identities is None else identities.of("operator/mallory")
-        other = None if stranger is None else await look(replace(asked, credentials=stranger))
+        other = None if stranger is None else await asked(credentials=stranger)
         await up.leave("ben")
         await up.until_gone("ben")
-        alone = await look(asked)
+        alone = await asked(credentials=up.operator)
         assert seen.run is not None
         await known.stop_run(up.coordinator, seen.run.run_id, Console(quiet=True), up.operator)
         await running
         places, begins = Places(up.coordinator, up.eavesdropper), seen.run.run_id[:-1]
-        over = await look(Asked(places, run=begins, credentials=up.operator))
+        over = await look(places, run=begins, credentials=up.operator)
         assert over.run is not None and [each.run_id for each in over.captures] == [over.run.run_id]
 
     (ann,) = idle.learners
@@ -118,9 +119,9 @@ async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         spec = small_spec(5, NAMES)
         await up.run(spec, made_up(spec))
-        seen = await look(Asked(Places(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"])))
-        wrong = await look(Asked(Places(up.coordinator), run="no-such-run"))
-        elsewhere = await look(Asked(Places(up.eavesdropper)))
+        seen = await look(Places(up.coordinator, NOBODY), (NOBODY, up.addresses["ann"]))
+        wrong = await look(Places(up.coordinator), run="no-such-run")
+        elsewhere = await look(Places(up.eavesdropper))
     assert seen.run is not None and (seen.run.state, seen.run.round) == ("finished", 5)
     assert [at for at, _ in seen.learners] == [up.addresses["ann"]]
     assert sorted(line.partition(" at ")[0] for line in seen.faults) == [
@@ -134,20 +135,20 @@ async def test_who_does_not_answer_hides_nobody_else(tmp_path: Path) -> None:
 async def test_a_learner_says_that_it_does_not_hear_its_coordinator(tmp_path: Path) -> None:
     spec = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.01, "deadline_s": 100.0})
     async with network(tmp_path, NAMES, durable=True) as up:
-        own = Asked(learners=(up.addresses["ann"],))
+        own = (up.addresses["ann"],)
         run_id = (await up.start(spec, 3)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 2)
-        assert "coordinator" not in " ".join((await look(own)).faults)
+        assert "coordinator" not in " ".join((await look(learners=own)).faults)
         old = await up.cut_coordinator()
         async with asyncio.timeout(PATIENCE_S):
-            while not (faults := (await look(own)).faults) or "it waits for" not in faults[0]:
+            while not (faults := (await look(learners=own)).faults) or "it waits for" not in faults[0]:
                 pass
         up.coordinating = old
         await up.restart_coordinator()
         await up.until_here("ann")
         async with asyncio.timeout(PATIENCE_S):
-            while (await look(own)).faults:
+            while (await look(learners=own)).faults:
                 pass
         feeding.cancel()
     at = rf"[^;]*{re.escape(up.coordinator)}[^;]*"
@@ -159,7 +160,7 @@ async def test_a_learner_in_no_run_says_that_no_coordinator_has_let_it_in(tmp_pa
     learner = Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path))
     address = await learner.start()
     try:
-        seen = await look(Asked(learners=(address,)))
+        seen = await look(learners=(address,))
     finally:
         await learner.stop()
     assert seen.faults == ("ann: no coordinator has let it in yet: that at 127.0.0.1:1 has not answered yet",)
@@ -200,7 +201,7 @@ async def enter_owner(at: str) -> None:
 ASKING: dict[str, Callable[[str], Awaitable[Any]]] = {
     "predict": enter_owner,
     "doctor": lambda at: doctor.examine(doctor.Patient(Credentials(), [(Role.LEARNER, at)])),
-    "status": lambda at: look(Asked(learners=(at,))),
+    "status": lambda at: look(learners=(at,)),
 }
 
 
@@ -235,13 +236,13 @@ async def test_a_learner_that_is_not_there_is_not_waited_for() -> None:
 def test_pace_and_time_left_are_of_now_or_else_of_all_so_far() -> None:
     now = consoles.NOON + 10.0
     at = [Look(t, (consoles.status(0, rounds),)) for t, rounds in ((0.0, 20), (1.0, 40))]
-    assert progress_line(view(*at), now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 48 s left"
+    assert _progress_line(view(*at), now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 48 s left"
     stuck = view(at[1], replace(at[1], at=2.0))
-    assert progress_line(stuck, now) == "40 of 1,000 rounds, 0 rounds/s (4 so far), about 4 min 00 s left"
+    assert _progress_line(stuck, now) == "40 of 1,000 rounds, 0 rounds/s (4 so far), about 4 min 00 s left"
     paced = replace(view(*at), period_s=0.2)  # it catches up after a pause, and not for ever
-    assert progress_line(paced, now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 3 min 10 s left"
-    assert progress_line(view(*at, rounds=None), now) == "40 rounds, 20 rounds/s (4 so far)"
-    assert progress_line(view(at[1], state="finished", ended=now), now) == "40 of 1,000 rounds"
+    assert _progress_line(paced, now) == "40 of 1,000 rounds, 20 rounds/s (4 so far), about 3 min 10 s left"
+    assert _progress_line(view(*at, rounds=None), now) == "40 rounds, 20 rounds/s (4 so far)"
+    assert _progress_line(view(at[1], state="finished", ended=now), now) == "40 of 1,000 rounds"
 
 
 def test_who_is_behind_has_stopped_or_is_missing_is_shown_first_among_many() -> None:
@@ -286,7 +287,7 @@ async def test_a_run_whose_records_nobody_took_is_a_fault_that_says_what_to_do(t
     async with network(tmp_path, NAMES, identities=identities) as up:
         stranger = identities.of("operator/mallory")
         outcome = await up.run(spec, made_up(spec), credentials=stranger)
-        seen = await look(Asked(Places(up.coordinator), credentials=up.operator))
+        seen = await look(Places(up.coordinator), credentials=up.operator)
     what = "--owner operator/mallory or --feeder operator/mallory at that learner"
     assert outcome.state == "failed" and outcome.detail.endswith(what)
     (fault,) = seen.faults

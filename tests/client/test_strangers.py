@@ -24,12 +24,13 @@ import sottovoce_client
 from sottovoce_client import cli, documents, terminal
 from sottovoce_client.doctor import Finding, show
 from sottovoce_client.running import known, status
-from sottovoce_client.running.compare import Result, _as_markdown
+from sottovoce_client.running.compare import as_markdown
 from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.monitoring import History, capture_line, course_of, look_at, run_line, run_view
+from sottovoce_client.running.monitoring import History, capture_line, look_at, run_line, run_view
 from sottovoce_client.running.summary import Noticed
 from sottovoce_client.transcripts.query import query
 from sottovoce_core.errors import SpecError
+from sottovoce_core.results import Facts, Result, Results
 from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from sottovoce_core.text import plain
@@ -135,8 +136,8 @@ COMMANDS_ON_RUNS: dict[str, Callable[[Console], Awaitable[None]]] = {
     "show": lambda console: known.show_run("here:1", "r", console),
     "stop": lambda console: known.stop_run("here:1", "r", console),
     "resume": lambda console: known.resume_run("here:1", "r", console),
-    "leave": lambda console: known.leave_run("here:1", "r", HOSTILE, console),
-    "join": lambda console: known.join_run("here:1", "r", HOSTILE, console),
+    "leave": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=False),
+    "join": lambda console: known.amend_run("here:1", "r", HOSTILE, console, joins=True),
     "rebind": lambda console: known.rebind("here:1", HOSTILE, console),
 }
 
@@ -156,7 +157,7 @@ def test_a_look_at_a_run_is_text() -> None:
     history = History()
     history.add(look_at(a_run(), None, 0.0))
     plan = replace(consoles.plan(), name=HOSTILE, algorithm=HOSTILE, capture=HOSTILE)
-    run = run_view(course_of(a_run()), plan, history)
+    run = run_view(run_line(a_run()), plan, history)
     capture_of = capture_line(eavesdropper_pb2.CaptureInfo(location=HOSTILE, run_id=HOSTILE, error=HOSTILE))
     console, out = screen()
     seen = status.Status(0.0, run, (run_line(a_run()),), ((HOSTILE, run),), (capture_of,), (plain(HOSTILE),))
@@ -256,12 +257,11 @@ def test_an_answer_in_csv_has_no_formula_and_no_command(tmp_path: Path) -> None:
 
 
 def test_a_table_of_markdown_has_its_own_lines_only() -> None:
-    curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
+    curves = {key: Curve(np.array([[0.9, 1.1]] * 3), None) for key in ("accuracy", "average_loss")}
     name = f"{HOSTILE}|x|"
-    result = Result(
-        name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0))
-    )
-    lines = _as_markdown([result]).splitlines()
+    facts = Facts(name, {}, name, "wire", math.inf, 1.0, 2.0, 4, 10, (name,), name, 100.0)
+    result = Result(facts, Curves(np.arange(1, 4), curves, np.arange(1.0, 4.0)))
+    lines = as_markdown(Results((result,))).splitlines()
     assert [line.count(" | ") for line in lines] == [lines[0].count(" | ")] * 3
     assert not set(COMMANDS) & set(lines[2])
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -16,11 +19,12 @@ from sottovoce_client.cli import app
 from sottovoce_client.cli.experiments import values_of
 from sottovoce_client.reports.drawing import Figure, export, formats
 from sottovoce_client.reports.marks import BLUE, Axis, View, line, styled
-from sottovoce_client.running.plot import figures, not_shown, read_results
-from sottovoce_client.running.simulation import write_table
-from sottovoce_client.running.sweep import RESULTS, interval, sweep
+from sottovoce_client.running.plot import Across, figures
+from sottovoce_client.running.sweep import sweep
 from sottovoce_core.door import simulate
 from sottovoce_core.errors import CaptureError, SpecError
+from sottovoce_core.results import Facts, Result, Results, intervals, read_results
+from sottovoce_core.running.metrics import Curve, Curves
 from sottovoce_core.table import Table
 from tests.core.test_experiment import small
 
@@ -32,33 +36,39 @@ SIGMAS: dict[str, list[float]] = {"algorithm.sigma": [1, 4], "algorithm.lam0": [
 
 def test_a_row_is_what_its_combination_comes_to(tmp_path: Path) -> None:
     experiment = small(tmp_path)
-    table = sweep(experiment, SIGMAS, seeds=5, seed=7, metrics=["average_loss", "accuracy"], jobs=1)
-    settings = [(row[0], row[1]) for row in table.where(metric="accuracy").rows()]
+    results = sweep(experiment, SIGMAS, seeds=5, seed=7, metrics=["average_loss", "accuracy"], jobs=1)
+    table, lossy = results.summary(), results.metrics.where(metric="average_loss")
+    settings = [(row[1], row[2]) for row in table.where(metric="accuracy").rows()]
 
-    assert list(table.columns) == [*SIGMAS, "metric", "mean", "low", "high", "epsilon", "seeds"]
+    measured = ["metric", "mean", "standard_error", "low", "high", "epsilon", "seeds"]
+    assert list(table.columns) == ["spec", *SIGMAS, "round", *measured]
     assert settings == [(1, 0.5), (1, 1.0), (4, 0.5), (4, 1.0)]
     for sigma, lam0 in settings:
         alone = experiment.replace(**{"algorithm.sigma": sigma, "algorithm.lam0": lam0})
         curves = simulate(alone, 5, seed=7).curves
         (row,) = table.where(**{"algorithm.sigma": sigma, "algorithm.lam0": lam0, "metric": "average_loss"}).rows()
         assert curves is not None
-        assert row[3] == pytest.approx(curves["average_loss"].final)
-        assert row[4] <= row[3] <= row[5]
-        assert row[6:] == (alone.epsilon(), 5)
+        assert row[5] == pytest.approx(curves["average_loss"].final)
+        assert row[7] <= row[5] <= row[8]
+        assert row[9:] == (alone.epsilon(), 5)
+        own = lossy.where(setting=f"algorithm.sigma={sigma}, algorithm.lam0={lam0}", learner=None)
+        assert own["seed"].tolist() == [0, 1, 2, 3, 4]
+        assert own["value"] == pytest.approx(curves["average_loss"].replicas[-1])
 
 
 def test_jobs_do_not_change_a_table(tmp_path: Path) -> None:
     experiment = small(tmp_path)
     one, two = (
-        sweep(experiment, {"algorithm.sigma": [1, 2]}, seeds=3, vary_data=True, jobs=jobs).to_dict() for jobs in (1, 2)
+        sweep(experiment, {"algorithm.sigma": [1, 2]}, seeds=3, vary_data=True, jobs=jobs).metrics.to_dict()
+        for jobs in (1, 2)
     )
 
-    assert one == two
+    np.testing.assert_equal(one, two)
 
 
 def test_records_are_dealt_anew_where_asked(tmp_path: Path) -> None:
     experiment = small(tmp_path).replace(**{"data.seed": 4})
-    varied = sweep(experiment, {}, seeds=2, metrics=["accuracy"], vary_data=True, jobs=1)
+    varied = sweep(experiment, {}, seeds=2, metrics=["accuracy"], vary_data=True, jobs=1).summary()
     finals = []
     for k, seed in enumerate(np.random.SeedSequence(0).spawn(2)):
         curves = simulate(experiment.replace(**{"data.seed": 4 + k}), seed=seed).curves
@@ -107,29 +117,41 @@ def test_a_combination_that_cannot_be_run_is_named_before_any_is_simulated(tmp_p
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Of 400 intervals of 50 normal numbers a percentile bootstrap covers about 94 %; fewer than 88 %: p < 1e-5."""
     generator = np.random.default_rng(1)
-    ends = [interval(generator.normal(size=50), seed=0) for _ in range(400)]
-    covered = np.mean([low <= 0.0 <= high for low, high in ends])
+    low, high = intervals(generator.normal(size=(400, 50)))
+    covered = np.mean((low <= 0.0) & (high >= 0.0))
 
     assert 0.88 <= covered <= 0.985
 
 
 def test_an_interval_of_one_number_is_unknown_and_of_equal_ones_is_that_number() -> None:
-    assert all(map(math.isnan, interval(np.ones(1), seed=0)))
-    assert interval(np.ones(5), seed=0) == (1.0, 1.0)
+    assert np.isnan(intervals(np.ones((2, 1)))).all()
+    assert [each.tolist() for each in intervals(np.ones((2, 5)))] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 # ---- figures and files -----------------------------------------------------------------------------------------------
 
 
-def swept() -> Table:
-    rows = [
-        (sigma, u, "accuracy", sigma / 10, sigma / 11, sigma / 9, 3.0, 5) for u in ("a", "b") for sigma in (4, 1, 2)
-    ]
-    return Table.of(["sigma", "u", "metric", "mean", "low", "high", "epsilon", "seeds"], rows)
+def one_run(changes: Mapping[str, Any], values: list[float], epsilon: float, spec: str = "run") -> Result:
+    """A run of which nothing but the last accuracies of some seeds is known."""
+    facts = Facts(spec, changes, "ldp-dol", "wire", epsilon, epsilon, epsilon, 4, 6, ("ada",), "")
+    curves = {"accuracy": Curve(np.array([values]), None)}
+    return Result(facts, Curves(np.array([6]), curves, np.array([6.0])))
+
+
+def swept(*fields: str) -> Results:
+    runs = []
+    for u, sigma in itertools.product(("a", "b"), (4, 1, 2)):
+        changes = {name: {"u": u, "sigma": sigma}[name] for name in fields or ("sigma", "u")}
+        runs.append(one_run(changes, [sigma / 11, sigma / 9], 3.0))
+    return Results(tuple(runs))
+
+
+def drawn(results: Results, x: str = "", log: set[str] | None = None) -> list[Figure]:
+    return figures(Across.of({"x": results}, x), log)
 
 
 def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
-    (drawing,) = figures({"x": swept()})
+    (drawing,) = drawn(swept())
     lines = [mark for mark in drawing.marks if mark.kind == "line"]
 
     assert [mark.name for mark in lines] == ["u a", "u b"]
@@ -137,46 +159,46 @@ def test_a_figure_has_a_line_and_a_band_for_every_combination() -> None:
     assert len([mark for mark in drawing.marks if mark.kind == "area"]) == 2
 
 
-def of_epsilon(*settings: tuple[object, float]) -> Table:
+def of_epsilon(*settings: tuple[object, float]) -> Results:
     """A sweep of one field, with an epsilon for each value."""
-    rows = [(value, "accuracy", 0.5 + k, 0.4 + k, 0.6 + k, epsilon, 5) for k, (value, epsilon) in enumerate(settings)]
-    return Table.of(["field", "metric", "mean", "low", "high", "epsilon", "seeds"], rows)
+    return Results(
+        tuple(one_run({"field": value}, [0.4 + k, 0.6 + k], epsilon) for k, (value, epsilon) in enumerate(settings))
+    )
 
 
-def lines_of(table: Table, x: str = "") -> list[tuple[str, list[float], list[float]]]:
-    (drawing,) = figures({"x": table}, x)
+def lines_of(results: Results, x: str = "") -> list[tuple[str, list[float], list[float]]]:
+    (drawing,) = drawn(results, x)
     return [(mark.name, mark.x.tolist(), mark.y.tolist()) for mark in drawing.marks if mark.kind != "area"]
 
 
 @pytest.mark.parametrize("field", ["algorithm.epsilon", "algorithm.noise.epsilon", "algorithm.alpha"])
 def test_a_privacy_level_is_drawn_by_the_epsilon_that_comes_of_it(field: str) -> None:
-    rows = [(level, "accuracy", 0.1 * level, 0.1 * level, 0.1 * level, level / 7, 3) for level in (1.0, 4.0, 16.0)]
-    table = Table.of((field, *RESULTS), rows)
-    (shown,) = figures({"sweep": table})
+    runs = [one_run({field: level}, [0.1 * level] * 3, level / 7) for level in (1.0, 4.0, 16.0)]
+    (shown,) = drawn(Results(tuple(runs)))
     (view,), curve = shown.views, next(each for each in shown.marks if each.kind == "line")
     assert view.x.title == "ε per event" and curve.x == pytest.approx([1 / 7, 4 / 7, 16 / 7])
-    (asked,) = figures({"sweep": table}, field)
+    (asked,) = drawn(Results(tuple(runs)), field)
     assert asked.views[0].x.title == f"{field} (a parameter, not the ε per event)"
-    endless = Table.of((field, *RESULTS), [(*row[:5], math.inf, 3) for row in rows])
-    (unpromised,) = figures({"sweep": endless})
+    endless = Results(tuple(one_run(each.facts.changes, [0.1], math.inf) for each in runs))
+    (unpromised,) = drawn(endless)
     assert unpromised.views[0].x.title.startswith(field)
 
 
 def test_epsilon_may_be_across() -> None:
     """Points are joined along the field that was changed, in the order of epsilon; what promises nothing is not there."""
     table = of_epsilon((4, 1.0), (1, 16.0), (2, 4.0), (0, math.inf))
-    (drawing,) = figures({"x": table}, "epsilon")
+    (drawing,) = drawn(table, "epsilon")
 
     assert drawing.views[0].x.title == "ε per event"
     name, x, y = lines_of(table, "epsilon")[0]
     assert (name, x[:3], y[:3]) == ("accuracy", [1.0, 4.0, 16.0], [0.5, 2.5, 1.5])
     assert not np.isfinite(x[3:]).any()
-    assert not_shown({"x": table}, "epsilon").endswith("(epsilon is infinite): 1 setting")
-    assert not_shown({"x": table}) == ""
-    with pytest.raises(SpecError, match="must be epsilon or a field that was changed, field, got mean"):
-        figures({"x": table}, "mean")
+    assert Across.of({"x": table}, "epsilon").not_shown.endswith("(epsilon is infinite): 1 setting")
+    assert Across.of({"x": table}).not_shown == ""
+    with pytest.raises(SpecError, match="--x must be one of rounds, epsilon, field, got mean"):
+        drawn(table, "mean")
     with pytest.raises(SpecError, match="over epsilon there must be a finite one"):
-        figures({"x": of_epsilon((1, math.inf))}, "epsilon")
+        drawn(of_epsilon((1, math.inf)), "epsilon")
 
 
 def test_words_are_points_of_their_own() -> None:
@@ -184,10 +206,7 @@ def test_words_are_points_of_their_own() -> None:
     table = of_epsilon(("ring", 1.0), ("star", 2.0), ("loud", math.inf))
     assert lines_of(table) == [("field ring", [1], [0.5]), ("field star", [2], [1.5]), ("field loud", [3], [2.5])]
     assert lines_of(table, "epsilon") == [("field ring", [1.0], [0.5]), ("field star", [2.0], [1.5])]
-    reordered = Table(
-        {name: swept()[name] for name in ("u", "sigma", "metric", "mean", "low", "high", "epsilon", "seeds")}
-    )
-    assert [each[:2] for each in lines_of(reordered)] == [("u a", [1, 2, 4]), ("u b", [1, 2, 4])]
+    assert [each[:2] for each in lines_of(swept("u", "sigma"))] == [("u a", [1, 2, 4]), ("u b", [1, 2, 4])]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +222,7 @@ def test_words_are_points_of_their_own() -> None:
 def test_an_axis_is_logarithmic_where_it_spans_decades_or_is_asked_for(
     settings: list[tuple[int, float]], log: set[str] | None, expected: tuple[bool, bool]
 ) -> None:
-    (drawing,) = figures({"x": of_epsilon(*settings)}, log=log)
+    (drawing,) = drawn(of_epsilon(*settings), log=log)
     assert (drawing.views[0].x.log, drawing.views[0].y.log) == expected
 
 
@@ -211,7 +230,7 @@ def test_curves_differ_in_dash_as_well_as_in_colour() -> None:
     looks = [styled(k) for k in range(32)]
     assert len(set(looks)) == 32
     assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(looks))
-    (drawing,) = figures({"x": swept()})
+    (drawing,) = drawn(swept())
     assert [(mark.colour, mark.dash) for mark in drawing.marks if mark.kind == "line"] == looks[:2]
 
 
@@ -227,7 +246,7 @@ def test_the_legend_of_an_exported_figure_is_below_its_curves(tmp_path: Path, mo
     monkeypatch.setattr(figure, "savefig", saved)
     points = of_epsilon(*((f"a-name-of-some-length-{k}", 1.0 + k) for k in range(9)))
     for table in (swept(), points):
-        export(tmp_path, ("png",), {}, figures({"x": table}))
+        export(tmp_path, ("png",), {}, drawn(table))
         (canvas,) = kept
         (legend,), (axes,) = canvas.legends, canvas.axes
         box = legend.get_window_extent()
@@ -237,36 +256,41 @@ def test_the_legend_of_an_exported_figure_is_below_its_curves(tmp_path: Path, mo
         kept.clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("sweep.csv", "an exported table cannot be read back"), ("run.yaml", "plot reads metrics.parquet")],
-)
-def test_what_is_no_result_is_refused_by_its_name(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / name).write_text("a,b", encoding="utf-8")
-    with pytest.raises(SpecError, match=said):
-        read_results(tmp_path / name)
-
-
 def test_results_are_read_back(tmp_path: Path) -> None:
     result = simulate(small(tmp_path), replicas=2)
-    write_table(result.metrics, tmp_path / "metrics.parquet")
-    read = read_results(tmp_path)
+    result.results.write(tmp_path)
+    read, again = (read_results(path) for path in (tmp_path, tmp_path / "results.parquet"))
+    for each in (read, again):
+        np.testing.assert_equal(each.metrics.to_dict(), result.metrics.to_dict())
+        np.testing.assert_equal(each.summary().to_dict(), result.results.summary().to_dict())
+        assert each.runs[0].facts == result.results.runs[0].facts
+    assert [each.name for each in drawn(read)] == list(dict.fromkeys(result.metrics["metric"]))
+    assert [mark.x.tolist() for mark in drawn(read)[0].marks if mark.kind == "line"] == [[1, 2, 3, 4, 5, 6]]
 
-    np.testing.assert_equal(read.to_dict(), result.metrics.to_dict())
-    assert [drawing.name for drawing in figures({"x": read})] == list(dict.fromkeys(result.metrics["metric"]))
-    with pytest.raises(SpecError, match="not both at once"):
-        figures({"x": read, "y": swept()})
-    write_table(Table.of(["a"], [(1,)]), tmp_path / "other.parquet")
-    with pytest.raises(SpecError, match=r"must be a metrics.parquet or a sweep.parquet, got the columns a"):
-        read_results(tmp_path / "other.parquet")
-    (tmp_path / "broken.parquet").write_bytes(b"none")
+
+def test_what_are_no_results_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text("a,b", encoding="utf-8")
+    with pytest.raises(SpecError, match=r"results are read from results\.parquet or its folder"):
+        read_results(tmp_path / "results.csv")
+    pq.write_table(Table.of(["a"], [(1,)]).to_arrow(), tmp_path / "results.parquet")
+    with pytest.raises(CaptureError, match=r"its columns must be spec, setting, .*, got a"):
+        read_results(tmp_path)
+    (tmp_path / "results.parquet").write_bytes(b"none")
     with pytest.raises(CaptureError, match="cannot read the results"):
-        read_results(tmp_path / "broken.parquet")
+        read_results(tmp_path)
+    swept().write(tmp_path)
+    facts = (tmp_path / "results.json").read_text(encoding="utf-8")
+    (tmp_path / "results.json").write_text(facts.replace('"sigma": 4', '"sigma": 5'), encoding="utf-8")
+    with pytest.raises(CaptureError, match="cannot read the results"):
+        read_results(tmp_path)
+    (tmp_path / "results.json").unlink()
+    with pytest.raises(CaptureError, match="cannot read the results"):
+        read_results(tmp_path)
 
 
 def test_figures_are_files_with_what_they_show(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = export(tmp_path, ("svg", "pdf", "png", "csv", "latex"), {"sweep": swept()}, figures({"x": swept()}))
+    files = export(tmp_path, ("svg", "pdf", "png", "csv", "latex"), {"sweep": swept().summary()}, drawn(swept()))
     first = (tmp_path / "accuracy.svg").read_bytes()
 
     assert [path.name for path in files] == ["accuracy.svg", "accuracy.pdf", "accuracy.png", "sweep.csv", "sweep.tex"]
@@ -274,7 +298,7 @@ def test_figures_are_files_with_what_they_show(tmp_path: Path) -> None:
     assert b"#0072b2" in first.lower()
     assert (tmp_path / "accuracy.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    export(tmp_path, ("svg",), {}, figures({"x": swept()}))
+    export(tmp_path, ("svg",), {}, drawn(swept()))
     assert (tmp_path / "accuracy.svg").read_bytes() == first
 
 
@@ -323,7 +347,7 @@ def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
 
     assert (swept.exit_code, plotted.exit_code) == (0, 0)
     assert "algorithm.sigma" in swept.stdout
-    assert (tmp_path / "s" / "sweep.csv").is_file()
+    assert (tmp_path / "s" / "results.csv").is_file()
     assert (tmp_path / "p" / "accuracy.pdf").is_file()
     assert 'id="plot-accuracy"' in (tmp_path / "p" / "plot.html").read_text(encoding="utf-8")
 
@@ -372,8 +396,8 @@ def test_simulate_exports_what_it_measured(tmp_path: Path) -> None:
     )
 
     assert done.exit_code == 0
-    lines = (tmp_path / "o" / "metrics.tex").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == r"\begin{tabular}{lrr}"
-    assert lines[2] == r"metric & mean & standard error \\"
+    lines = (tmp_path / "o" / "results.tex").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrr}"
+    assert lines[2] == r"metric & mean & standard error & low & high \\"
     assert lines[4].startswith("average loss & 0.")
     assert len(lines) == 8 + 6  # a line for a metric: what the network came to, not every round and learner

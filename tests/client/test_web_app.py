@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sottovoce_client.cli import app
-from sottovoce_client.web.app import _listening, console_app, is_own_host, token_of
-from sottovoce_client.web.files import End, Files
+from sottovoce_client.running.monitoring import RunLine
+from sottovoce_client.web.app import _is_own_host, _listening, _token_of, console_app
+from sottovoce_client.web.files import Files
 from sottovoce_core.errors import SpecError, Unavailable
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
@@ -27,7 +28,7 @@ class Browser:
     """Asks the console, and keeps its cookies; it has the token already, unless told otherwise."""
 
     def __init__(self, told: Told, token: str | None, ours: bool) -> None:
-        self._app = console_app(told, TOKEN, COOKIE, lambda _: ours)
+        self._app = console_app(told, TOKEN, COOKIE, lambda _: ours)  # type: ignore[arg-type]
         self._cookies = httpx.Cookies({} if token is None else {COOKIE: token})
 
     def request(self, method: str, path: str, **more: Any) -> Any:
@@ -101,7 +102,7 @@ def test_a_name_of_somebody_else_that_leads_here_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:7480", "localhost:9", "[::1]:7480", "[::1]"])
 def test_names_of_this_machine(host: str) -> None:
-    assert is_own_host(host)
+    assert _is_own_host(host)
 
 
 def test_other_users_of_this_machine_are_refused() -> None:
@@ -210,7 +211,7 @@ def test_what_can_be_opened_is_listed(results: Path) -> None:
     assert report.title == "wards, finished"
     (capture,) = found.captures
     assert (capture.state, capture.messages, capture.bytes) == ("complete", 12, 1200)
-    assert found.ended == {"run-1": End("finished", "", (results / "summary.json").stat().st_mtime)}
+    assert found.ended == {"run-1": RunLine("run-1", "finished", "", 0.0, (results / "summary.json").stat().st_mtime)}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run_id": 1, "messages": "many"}', "null"])
@@ -244,14 +245,14 @@ def test_it_listens_on_this_machine_alone() -> None:
 
 
 def test_a_token_is_kept_where_it_was_asked_for(tmp_path: Path) -> None:
-    assert token_of(None) != token_of(None)
+    assert _token_of(None) != _token_of(None)
     place = tmp_path / "token"
-    token = token_of(place)
-    assert token_of(place) == token and len(token) >= 40
+    token = _token_of(place)
+    assert _token_of(place) == token and len(token) >= 40
     assert place.stat().st_mode & 0o077 == 0
     place.chmod(0o644)
     with pytest.raises(SpecError, match="other users may read the token"):
-        token_of(place)
+        _token_of(place)
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 300, "with spaces in between it", "semicolon;" * 4])
@@ -260,9 +261,9 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     place.write_text(text)
     place.chmod(0o600)
     with pytest.raises(SpecError, match="a token has 20 to 200 letters"):
-        token_of(place)
+        _token_of(place)
     with pytest.raises(SpecError, match="cannot be used"):
-        token_of(tmp_path / "no" / "folder")
+        _token_of(tmp_path / "no" / "folder")
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from sottovoce_client.running.monitoring import CaptureLine, Places
 from sottovoce_client.watching.view import Gauges
 from sottovoce_client.web import gather
-from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
+from sottovoce_client.web.gather import MOST_LOOKING, Gathering, _merged
 from sottovoce_client.web.services import Asked
 from sottovoce_core.errors import NotReady
 from sottovoce_core.spec import dump_spec
@@ -136,9 +136,9 @@ def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() 
     told = CaptureLine("a", "run-1", "/far/a", "open", 5, 500)
     found = CaptureLine("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
     older = CaptureLine("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
-    assert merged((told,), (found, older)) == (replace(told, path=found.path), older)
-    assert merged((told,), (found, older), gone=True) == (found, older)
-    assert merged((told,), ()) == (told,)
+    assert _merged((told,), (found, older)) == (replace(told, path=found.path), older)
+    assert _merged((told,), (found, older), gone=True) == (found, older)
+    assert _merged((told,), ()) == (told,)
 
 
 async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) -> None:

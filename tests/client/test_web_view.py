@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from sottovoce_client.documents import page_json
-from sottovoce_client.running.monitoring import History, Look, edge_views, learner_views, plan_of, run_line, run_view
-from sottovoce_client.web.services import watch_views
+from sottovoce_client.running.monitoring import History, Look, _edge_views, _learner_views, plan_of, run_line, run_view
+from sottovoce_client.web.services import _watch_views
 from sottovoce_core.errors import SpecError
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
-from tests.client.consoles import COURSE, NOON, a_run, look, plan, status
+from tests.client.consoles import COURSE, NOON, a_page, a_run, look, plan, status
 from tests.examples import small_spec
 
 
@@ -29,7 +28,7 @@ def test_a_plan_is_what_a_spec_says() -> None:
 
 def test_a_directed_edge_leads_one_way() -> None:
     one = plan(3, topology=DIRECTED)
-    edges = edge_views(one.ways, look(0.0), None)
+    edges = _edge_views(one.ways, look(0.0), None)
     assert {(each.a, each.b) for each in edges if each.one_way} == set(one.ways)
 
 
@@ -96,14 +95,14 @@ def test_what_the_eavesdropper_counts_goes_before_what_learners_say() -> None:
     ways = plan().ways
     before = look(0.0, heard=dict.fromkeys(ways, (10, 1000)))
     now = look(2.0, heard={**dict.fromkeys(ways, (14, 1400)), (0, 1): (20, 9000)})
-    (first, *_) = edge_views(ways, now, before)
+    (first, *_) = _edge_views(ways, now, before)
     assert (first.there, first.back, first.bytes_s, first.messages) == (5.0, 2.0, 4200.0, 34)
-    again = edge_views(ways, now, look(0.0))  # it was not asked before: nothing to compare with
+    again = _edge_views(ways, now, look(0.0))  # it was not asked before: nothing to compare with
     assert {each.there for each in again} == {0.0}
 
 
 def test_counts_that_began_anew_are_no_rate() -> None:
-    assert {each.there for each in edge_views(plan().ways, look(5.0, rounds=1), look(0.0, rounds=9))} == {0.0}
+    assert {each.there for each in _edge_views(plan().ways, look(5.0, rounds=1), look(0.0, rounds=9))} == {0.0}
 
 
 def test_rows_say_how_learners_stand() -> None:
@@ -114,23 +113,23 @@ def test_rows_say_how_learners_stand() -> None:
     )
     now = Look(0.0, statuses, away_since=(None, None, NOON))
     before = Look(0.0, (status(0, epsilon_spent=3.65), *statuses[1:]))
-    ann, ben, eve = learner_views(plan(), now, before)
+    ann, ben, eve = _learner_views(plan(), now, before)
     assert (ann.state, ann.limit, ann.notices) == ("running", 4.0, ("its budget is nearly used up",))
     assert (ben.state, ben.notices) == ("budget exhausted", ("that would be above the budget of 4",))
     assert (eve.state, eve.away_since, eve.limit, eve.own_limit, eve.elsewhere) == ("away", NOON, 1.5, 3.0, 1.5)
     assert eve.notices[0] == "its noise is not private: this run protects nobody"
     assert eve.notices[-1] == "messages that broke a rule on its channels: 2"
     lost = replace(plan(), lost=frozenset({"learner-2"}))
-    assert learner_views(lost, now, None)[2].state == "lost"
+    assert _learner_views(lost, now, None)[2].state == "lost"
 
 
 def test_a_budget_is_nearly_used_up_only_where_more_of_it_is_being_spent() -> None:
     """A price that is paid in the first round leaves nothing to look at, however near it is."""
     looks = [Look(float(t), (status(0, rounds, epsilon_spent=3.998),)) for t, rounds in enumerate((1, 20))]
     for before in (None, Look(0.0, (status(0, 0),)), looks[0]):
-        (ann,) = learner_views(plan(1), looks[1], before)
+        (ann,) = _learner_views(plan(1), looks[1], before)
         assert ann.notices == ()
-    (ann,) = learner_views(plan(1), Look(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
+    (ann,) = _learner_views(plan(1), Look(2.0, (status(0, 21, epsilon_spent=3.999),)), looks[1])
     assert ann.notices == ("its budget is nearly used up",)
 
 
@@ -156,7 +155,7 @@ python_info 1.0
 
 def test_what_a_watch_tells_prometheus() -> None:
     pytest.importorskip("prometheus_client")
-    (told,) = watch_views(WATCH)
+    (told,) = _watch_views(WATCH)
     assert (told.run, told.alarms) == ("wards", 1)
     assert told.together is not None and (told.together.e, told.together.line) == (0.5, None)
     (north,) = told.learners
@@ -174,4 +173,5 @@ def test_a_run_without_an_end_is_a_run() -> None:
 
 @pytest.mark.parametrize(("number", "text"), [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
 def test_numbers_that_are_not_finite_reach_a_page_as_text(number: float, text: str) -> None:
-    assert page_json({"a": [number, 1.5], "b": number}).decode() == f'{{"a": ["{text}", 1.5], "b": "{text}"}}'
+    shown = json.loads(a_page(run=replace(a_run(), rate=number, pace=(number, 1.5))).json())["run"]
+    assert (shown["rate"], shown["pace"]) == (text, [text, 1.5])

@@ -31,6 +31,7 @@ NAMES = [
     "Guarantee",
     "LabelJoin",
     "Prequential",
+    "Results",
     "Simulation",
     "SottovoceError",
     "SpecError",
@@ -42,6 +43,7 @@ NAMES = [
     "connect",
     "connect_learner",
     "load",
+    "read_results",
     "simulate",
     "sweep",
 ]
@@ -102,6 +104,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         "sottovoce_core.door",
         "sottovoce_core.experiment",
+        "sottovoce_core.results",
         "sottovoce_core.table",
         "sottovoce_client.deployment",
         "sottovoce_client.running.compare",
@@ -134,11 +137,12 @@ def test_a_simulation_is_that_of_the_simulator(tmp_path: Path) -> None:
     np.testing.assert_array_equal(result.transcript.fields["y"], [step.message["y"] for step in steps])
     for name, curve in metrics.curves.curves.items():
         table = result.metrics.where(metric=name)
-        np.testing.assert_array_equal(table.where(learner=None)["mean"], curve.mean)
-        np.testing.assert_array_equal(table.where(learner=None)["standard_error"], curve.error)
-        np.testing.assert_array_equal(curve.replicas.mean(axis=1), curve.mean)
+        np.testing.assert_array_equal(table.where(learner=None)["value"], curve.replicas.ravel())
+        summary = result.results.summary(every_round=True).where(metric=name)
+        np.testing.assert_array_equal(summary["mean"], curve.mean)
+        np.testing.assert_array_equal(summary["standard_error"], curve.error)
         if curve.learners is not None:
-            np.testing.assert_array_equal(table.where(learner="ben")["mean"], curve.learners[:, 1])
+            np.testing.assert_array_equal(table.where(learner="ben", seed=None)["value"], curve.learners[:, 1])
 
 
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_a_path_is_as_good_as_the_experiment(tmp_path: Path) -> None:
         np.testing.assert_array_equal(sv.simulate(source, replicas=2).decisions, own)
     changes = {"algorithm.sigma": [1.0]}
     wrong: Any = {"rounds": 3}
-    one, other = (sv.sweep(source, changes, 2, jobs=1).to_dict() for source in (experiment, path))
+    one, other = (sv.sweep(source, changes, 2, jobs=1).metrics.to_dict() for source in (experiment, path))
     np.testing.assert_equal(one, other)
     assert sv.calibrate(path, 5.0) == sv.calibrate(experiment, 5.0)
     for ask in (
@@ -229,15 +233,15 @@ def test_noise_is_calibrated_to_a_budget(tmp_path: Path) -> None:
 def test_a_comparison_is_a_table(tmp_path: Path) -> None:
     experiment = small(tmp_path)
     other = experiment.replace(name="other", **{"algorithm.sigma": 3.0})
-    table = sv.compare([experiment, other], replicas=3, seed=2)
+    table = sv.compare([experiment, other], replicas=3, seed=2).summary().where(metric="accuracy")
     curves = sv.simulate(other, replicas=3, seed=2).curves
 
     assert curves is not None
     assert table["spec"].tolist() == [experiment.name, "other"]
-    assert table["epsilon_event"].tolist() == [experiment.epsilon(), other.epsilon()]
-    assert table["accuracy"][1] == curves["accuracy"].final
-    assert table["accuracy_standard_error"][1] == curves["accuracy"].final_error
-    assert sv.compare({"a": experiment, "b": experiment}, 1)["spec"].tolist() == ["a", "b"]
+    assert table["epsilon"].tolist() == [experiment.epsilon(), other.epsilon()]
+    assert table["mean"][1] == curves["accuracy"].final
+    assert table["standard_error"][1] == curves["accuracy"].final_error
+    assert [each.facts.spec for each in sv.compare({"a": experiment, "b": experiment}, 1).runs] == ["a", "b"]
     with pytest.raises(
         SpecError, match=f"different names, got {experiment.name}, {experiment.name}: give them as a mapping"
     ):

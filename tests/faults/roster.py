@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 from rich.console import Console
@@ -59,13 +60,13 @@ async def _run(stage: Stage) -> coordinator_pb2.Run:
 async def _leave(stage: Stage, name: str) -> None:
     """A learner leaves the run, whoever is away meanwhile."""
     stage.away.add(name)
-    await _until_so(stage, known.leave_run, name)
+    await _until_so(stage, partial(known.amend_run, joins=False), name)
 
 
 async def _join(stage: Stage, name: str) -> None:
     """A learner with a place joins the run, whoever is away meanwhile."""
     stage.away.discard(name)
-    await _until_so(stage, known.join_run, name)
+    await _until_so(stage, partial(known.amend_run, joins=True), name)
 
 
 async def _until_so(stage: Stage, ask: Callable[..., Awaitable[None]], name: str) -> None:

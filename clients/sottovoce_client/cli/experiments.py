@@ -44,14 +44,14 @@ def sweep(
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
-    Writes sweep.parquet.
+    Writes results.parquet and results.json.
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
-    from sottovoce_client.running.plot import export_results
-    from sottovoce_client.running.simulation import write_table
+    from sottovoce_client.running.plot import export_files
     from sottovoce_client.running.sweep import sweep_saying
     from sottovoce_core.experiment import load
+    from sottovoce_core.results import FILES
 
     asked, listed = formats(export), list(map(values_of, changes))
     wanted = dict(listed)
@@ -59,20 +59,14 @@ def sweep(
         raise SpecError(f"--set must name each field once, with all its values, got {', '.join(changes)}")
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
     experiment = load(spec)
-    folder = folder_for("sweep", out, ["sweep.parquet"])
+    folder = folder_for("sweep", out, FILES)
     with terminal.bar("simulating") as say:
-        table = sweep_saying(
-            Cautious(),
-            experiment,
-            wanted,
-            replicas,
-            **options,
-            say=say,
-        )
-    write_table(table, folder / "sweep.parquet")
+        results = sweep_saying(Cautious(), experiment, wanted, replicas, **options, say=say)
+    results.write(folder, seed=seed)
+    table = results.summary()
     print(table)
-    print(f"{folder}: sweep.parquet")
-    code = terminal.attempt("a file of --export", lambda: export_results(folder, asked, {"sweep": table}))
+    print(f"{folder}: {', '.join(FILES)}")
+    code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, results))
     terminal.tell(
         lambda: {"folder": folder, "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows()]}
     )
@@ -103,7 +97,7 @@ def plot(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="metrics.parquet, sweep.parquet or compare.json, or the folders they are in.",
+            help="results.parquet, or the folders they are in.",
             show_default=False,
         ),
     ],
@@ -112,8 +106,8 @@ def plot(
         typer.Option(
             "--x",
             metavar="COLUMN",
-            help="What is across, of a sweep: epsilon (per event), or a field that was changed.",
-            show_default="the first changed field with numbers; epsilon for a privacy level, and of a comparison",
+            help="What is across: rounds, epsilon (per event), or a field that was changed.",
+            show_default="the first changed field with numbers; epsilon for a privacy level, and of a comparison; else rounds",
         ),
     ] = "",
     log: Annotated[
@@ -127,25 +121,28 @@ def plot(
     export: Export = "",
     out: Annotated[Path | None, results_of("plot")] = None,
 ) -> None:
-    """Draw what simulate, sweep or compare wrote: one figure for every metric, a line for every file.
+    """Draw what simulate, sweep or compare wrote: one figure for every metric, lines of every file.
 
     Writes plot.html.
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
-    from sottovoce_client.running.plot import export_results, figures, not_shown, read_results, write_page
+    from sottovoce_client.reports.page import Page
+    from sottovoce_client.running.plot import Across, export_files, figures
+    from sottovoce_core.results import FILES, read_results
 
     asked, axes = formats(export), None if log is None else _axes(log)
-    tables = {_name(path): read_results(path) for path in files}
-    if len(tables) < len(files):
+    results = {(path.parent if path.name == FILES[0] else path).absolute().name: read_results(path) for path in files}
+    if len(results) < len(files):
         raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
-    shown = figures(tables, x, axes)
-    if gone := not_shown(tables, x):
-        typer.echo(gone, err=True)
+    across = Across.of(results, x)
+    shown = figures(across, axes)
+    if across.not_shown:
+        typer.echo(across.not_shown, err=True)
     folder = folder_for("plot", out, ["plot.html"])
-    write_page(folder / "plot.html", shown)
+    Page("plot.html.j2", shown, {"figures": shown}).write(folder / "plot.html")
     print(f"{folder}: plot.html")
-    more = [path.name for path in export_results(folder, asked, tables, shown)]
+    more = [path.name for path in export_files(folder, asked, results, shown)]
     names = [each.name for each in shown]
     terminal.tell(lambda: {"folder": folder, "files": ["plot.html", *more], "figures": names})
 
@@ -160,9 +157,3 @@ def _axes(text: str) -> set[str]:
     if not (found <= {"x", "y"} or found == {"none"}):
         raise SpecError(f"--log must be x, y, x,y or none, got {text!r}")
     return found - {"none"}
-
-
-def _name(path: Path) -> str:
-    """What a file's line is called: its folder, for all files have the same name."""
-    path = path.absolute()
-    return path.name if path.is_dir() or path.stem not in ("metrics", "sweep", "compare") else path.parent.name

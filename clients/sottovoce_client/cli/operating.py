@@ -38,11 +38,11 @@ def show_runs(
         asyncio.run(known.list_runs(coordinator, credentials=credentials))
 
 
-def _act(action: str, *words: str) -> None:
+def _act(action: str, *words: str, **more: bool) -> None:
     """Ask the coordinator for a function of `sottovoce_client.running.known`."""
     from sottovoce_client.running import known
 
-    asyncio.run(getattr(known, action)(common().coordinator_or_local, *words, credentials=common().credentials))
+    asyncio.run(getattr(known, action)(common().coordinator_or_local, *words, credentials=common().credentials, **more))
 
 
 @runs_app.command("stop", uses=OPERATOR)
@@ -83,7 +83,7 @@ def leave_run(
     part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
     connected, or the algorithm's guarantee needs all learners.
     """
-    _act("leave_run", run, learner)
+    _act("amend_run", run, learner, joins=False)
 
 
 @runs_app.command("join", uses=OPERATOR)
@@ -92,7 +92,7 @@ def join_run(
     learner: Learner,
 ) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
-    _act("join_run", run, learner)
+    _act("amend_run", run, learner, joins=True)
 
 
 @app.command(rich_help_panel="Services", uses=OPERATOR)
@@ -147,7 +147,7 @@ def status(
     if folder is not None:
         places = Asked(folder, places).now()
     who = Credentials(places.identity, common().insecure)
-    found = asyncio.run(looking.look(looking.Asked(places, tuple(learner or ()), run, who)))
+    found = asyncio.run(looking.look(places, learner or (), run, who))
     if common().as_json:
         print_json(looking.document(found))
     else:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
 """What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
 _SIMULATED = {
-    "metrics": ("metrics.parquet", "metrics.json"),
+    "metrics": ("results.parquet", "results.json"),
     "models": ("models.parquet",),
     "decisions": ("decisions.parquet",),
     "transcript": ("transcript.parquet",),
@@ -186,7 +186,7 @@ def simulate(
     """
     from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
-    from sottovoce_client.running.plot import export_results
+    from sottovoce_client.running.plot import export_files
     from sottovoce_client.running.simulation import finals, require_room, simulate_to, sizes
     from sottovoce_core.experiment import load
     from sottovoce_core.running.simulator import require_size
@@ -206,7 +206,7 @@ def simulate(
     print(f"{folder}: {', '.join(files)}{more}")
     code = 0
     if asked:
-        code = terminal.attempt("a file of --export", lambda: export_results(folder, asked, {"metrics": done.metrics}))
+        code = terminal.attempt("a file of --export", lambda: export_files(folder, asked, done.results))
     ran = experiment.run.spec
     terminal.tell(
         lambda: {
@@ -256,24 +256,19 @@ def compare(
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
 
-    Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
+    Writes results.parquet, results.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
-    from sottovoce_client import terminal
     from sottovoce_client.reports.drawing import formats
     from sottovoce_client.running.compare import compare_to as run_all
     from sottovoce_client.running.compare import from_files, the_field
+    from sottovoce_core.results import FILES
 
     asked = formats(export)
     sources = [*(the_field() if field else []), *from_files(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
-    folder, cautious = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"]), Cautious()
-    code = run_all(
-        sources, lambda spec: cautious(prepared_from(spec)), folder, replicas=replicas, seed=seed, export=asked
-    )
-    if (folder / "compare.json").exists():  # else no spec could be run
-        terminal.tell_file(folder / "compare.json")
-    raise typer.Exit(code)
+    folder = folder_for("compare", out, [*FILES, "compare.md", "compare.html"])
+    raise typer.Exit(run_all(sources, Cautious(), folder, replicas=replicas, seed=seed, export=asked))
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:

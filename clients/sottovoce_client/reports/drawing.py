@@ -55,7 +55,9 @@ class Figure:
         """A piece of a page."""
         if not self:
             return ""
-        views = [(view.name, _inline(self, view, k)) for k, view in enumerate(self.views)]
+        with _look(**{"svg.fonttype": "none", "savefig.transparent": True}):
+            canvas = _drawn(self, _PAGE_WIDTH)
+            views = [(view.name, _inline(self, view, k, canvas)) for k, view in enumerate(self.views)]
         return render("figure.html.j2", figure=self, views=views, numbers=self.numbers or _numbers(self))
 
     def write(self, path: Path) -> None:
@@ -67,7 +69,9 @@ class Figure:
         form = path.suffix[1:]
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         with until_complete(path) as draft, _look():
-            _drawn(self, self.views[0]).savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
+            canvas = _drawn(self)
+            _look_at(canvas, self, self.views[0])
+            canvas.savefig(draft, format=form, dpi=_DPI, metadata=undated.get(form))
 
     def said(self, view: View) -> str:
         """What is seen, for those who do not."""
@@ -163,6 +167,13 @@ _LOOK = {
 }
 
 
+_MARKED = re.compile(r'<g id="mark_(\d+)">')
+_GROUP, _REFERENCE = re.compile(r' id="[^"]*_\d+"'), re.compile(r'( id="|href="#|url\(#)')
+_COLOUR, _PLACE = re.compile(r"#[0-9a-f]{6}\b"), re.compile(r' (?:d|x|y)="[^"]*"')
+_DIGITS = re.compile(r"(?<=\.\d)\d+|\s*\n|(?<=[ML]) ")
+"""Parts of tags in a drawing: marks, ids of groups, ids and references to them, colours, places, and digits that nobody sees."""
+
+
 def _matplotlib(part: str = "") -> Any:
     return import_extra(f"matplotlib{part}", "Matplotlib", "a figure")
 
@@ -171,50 +182,42 @@ def _look(**more: Any) -> Any:
     return _matplotlib().rc_context({**_LOOK, **more})
 
 
-def _inline(figure: Figure, view: View, k: int) -> str:
+def _inline(figure: Figure, view: View, k: int, canvas: Any) -> str:
     """Draw a view as a piece of a page: colours are the page's own, and a mark shows its name under the pointer."""
     buffer = io.StringIO()
-    with _look(**{"svg.fonttype": "none", "savefig.transparent": True}):
-        canvas = _drawn(figure, view, _PAGE_WIDTH)
-        canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        width, height = (72 * side for side in canvas.get_size_inches())
+    _look_at(canvas, figure, view)
+    canvas.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    width, height = (72 * side for side in canvas.get_size_inches())
     drawing = buffer.getvalue().partition("</defs>")[2]  # after a style that would be that of the whole page
 
     def inline(found: re.Match[str]) -> str:
         """A tag, of which text is no part: names stay as they are."""
-        if marked := re.fullmatch(r'<g id="mark_(\d+)">', found[0]):
+        tag = found[0]
+        if marked := _MARKED.fullmatch(tag):
             return f"<g><title>{html.escape(figure.marks[int(marked[1])].name)}</title>"
-        tag = re.sub(r' id="[^"]*_\d+"', "", found[0])  # of groups: nothing refers to them
-        tag = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{figure.name}-{k}-", tag)
-        tag = re.sub(r' (?:d|x|y)="[^"]*"', lambda place: re.sub(r"(\.\d)\d+|\s*\n|(?<=[ML]) ", r"\1", place[0]), tag)
-        return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+        if ' id="' in tag or "#" in tag:
+            tag = _GROUP.sub("", tag)  # nothing refers to them
+            tag = _REFERENCE.sub(rf"\g<1>{figure.name}-{k}-", tag)
+            tag = _COLOUR.sub(lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
+        return _PLACE.sub(lambda place: _DIGITS.sub("", place[0]), tag)
 
-    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^>]*>", inline, drawing))
+    drawing = re.sub(r"(?<=>)\s+(?=<)", "", re.sub(r"<[^/>][^>]*>", inline, drawing))
     label = html.escape(figure.said(view))
     return f'<svg class="drawn" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawing}'
 
 
-def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
-    """Draw one view; the legend lies below the axes, nowhere over the curves."""
-    bare = not (view.x.title or view.y.title)
-    listed = [] if bare else _listed(figure.marks)
+def _drawn(figure: Figure, width: int = _WIDTH) -> Any:
+    """Draw the marks, once for all views; the legend lies below the axes, nowhere over the curves."""
+    listed = [] if _bare(figure.views[0]) else _listed(figure.marks)
     across = max(1, min(len(listed), _LETTERS // (max((len(each.name) for each in listed), default=0) + _SIGN)))
     named = sum(bool(each.name) for each in figure.marks)
     rows = math.ceil(len(listed) / across) if named > 1 else 0
     height = figure.height + (8 + _ROW * rows if rows else 0)
-    size = (width / _INCH, height / _INCH)
-    canvas = _matplotlib(".figure").Figure(size)  # without pyplot: no window, no global state
+    canvas = _matplotlib(".figure").Figure(
+        (width / _INCH, height / _INCH)
+    )  # without pyplot: no window, no global state
     axes = canvas.add_axes((0, 0, 1, 1))
     signs = {id(mark): _draw(axes, mark, k) for k, mark in enumerate(figure.marks)}
-    sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
-    _set_axis(axes, "x", view.x, [each.x for each in figure.marks])
-    _set_axis(axes, "y", view.y, [side for pair in sides for side in pair if side is not None])
-    if bare:
-        axes.set_axis_off()
-    else:  # Matplotlib's own layouts draw everything twice
-        widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
-        left, right, top, bottom = 40 + 7 * widest, 14, 8, 42 + (8 + _ROW * rows if rows else 0)
-        axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     if rows:
         # Matplotlib leaves out names that begin with an underscore.
         names = [f"\u200b{mark.name}" if mark.name.startswith("_") else mark.name for mark in listed]
@@ -224,6 +227,29 @@ def _drawn(figure: Figure, view: View, width: int = _WIDTH) -> Any:
         look = {"frameon": False, "fontsize": 8, "handlelength": 3, "columnspacing": spacing}
         canvas.legend(shown, names, loc="lower center", ncols=across, **look)
     return canvas
+
+
+def _bare(view: View) -> bool:
+    return not (view.x.title or view.y.title)
+
+
+def _look_at(canvas: Any, figure: Figure, view: View) -> None:
+    """Set the axes of what is drawn, and leave room for them: Matplotlib's own layouts draw everything twice."""
+    (axes,) = canvas.axes
+    sides = [(each.y, each.low) for each in figure.marks if each.kind != "upright"]
+    _set_axis(axes, "x", view.x, [each.x for each in figure.marks])
+    _set_axis(axes, "y", view.y, [side for pair in sides for side in pair if side is not None])
+    if _bare(view):
+        axes.set_axis_off()
+        return
+    width, height = _INCH * canvas.get_size_inches()
+    widest = max(map(len, axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())), default=1)
+    left, right, top, bottom = 40 + 7 * widest, 14, 8, 42 + height - figure.height
+    within = width - left - right, height - top - bottom
+    axes.set_position((left / width, bottom / height, within[0] / width, within[1] / height))
+    # Where Matplotlib places titles itself, it measures all tick labels first.
+    axes.xaxis.set_label_coords(0.5, -27 / within[1])
+    axes.yaxis.set_label_coords((22 - left) / within[0], 0.5)
 
 
 def _listed(marks: Sequence[Mark]) -> list[Mark]:
@@ -283,6 +309,8 @@ def _set_axis(axes: Any, which: str, said: Axis, values: Sequence[FloatArray]) -
     known = np.concatenate([*values, np.zeros(0)])
     known = known[np.abs(known) < _FAR]  # only these are drawn
     low, high = said.low, said.high
+    getattr(axes, f"set_{which}scale")("linear")  # whatever another view had
+    axes.autoscale(axis=which)
     getattr(axes, f"set_{which}label")(said.title)
     if said.log:
         if not (known > 0).any():  # Matplotlib warns where it has to find the ends itself

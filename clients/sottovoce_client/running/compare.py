@@ -5,34 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import write_json, write_text
+from sottovoce_client.documents import write_text
 from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.drawing import export as write_files
 from sottovoce_client.reports.marks import PALETTE
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.running.plot import curve_line, figure_of, names_of
-from sottovoce_client.running.simulation import means
+from sottovoce_client.running.plot import curve_line, export_files, figure_of
+from sottovoce_client.running.simulation import finals
 from sottovoce_client.wording import NOTHING, count, number, with_error
-from sottovoce_core.budget.composition import dearest_record, record_losses
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SottovoceError, SpecError
-from sottovoce_core.experiment import Experiment, Prepared, experiment_of, require_count
+from sottovoce_core.experiment import Experiment, Prepared, experiment_of, load, require_count
 from sottovoce_core.noise import SeededNoise
-from sottovoce_core.privacy.guarantee import Guarantee, ThreatModel, overall
-from sottovoce_core.running.metrics import Curves, Metrics
+from sottovoce_core.results import FILES, Result, Results, facts_of
+from sottovoce_core.running.metrics import Metrics
 from sottovoce_core.running.simulator import simulate
-from sottovoce_core.spec import RunSpec, load_spec, parse_spec
 from sottovoce_core.table import Table
 from sottovoce_core.text import plain
 from sottovoce_core.yaml_files import parse_yaml
@@ -76,54 +71,36 @@ _PAPER = ("spec", "algorithm", "ε per event", "ε per record", "accuracy", "ave
 """Columns that a paper has room for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one spec came to.
-
-    Attributes:
-        source: its file, or its name in the field.
-        algorithm: its name.
-        threat_model: who may listen without the guarantee being void; a dash where it is void for everybody.
-        paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
-        event: tight, of one use of one record, likewise; the sum over the learners where they share their records.
-        record: tight, of the record that costs most in all its uses.
-        floats: numbers that a learner says in a round.
-        rounds: of the run.
-        rounds_per_s: replica-rounds a second, without what measuring took.
-        curves: what was measured.
-    """
-
-    source: str
-    algorithm: str
-    threat_model: str
-    paper: float
-    event: float
-    record: float
-    floats: int
-    rounds: int
-    rounds_per_s: float
-    curves: Curves
-
-
-_Source = tuple[str, Callable[[], RunSpec]]
-"""What a spec is called, and how to load it."""
+_Source = tuple[str, Callable[[], Experiment]]
+"""The name of a spec, and the function that loads it."""
 
 
 def from_files(paths: Sequence[Path]) -> list[_Source]:
     """Specs that lie in files."""
-    return [(str(path), partial(load_spec, path)) for path in paths]
+    return [(str(path), partial(load, path)) for path in paths]
 
 
 def the_field() -> list[_Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
     document = parse_yaml(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
-    return [(each["name"], partial(parse_spec, each, imports=True, source=each["name"])) for each in specs]
+    return [
+        (each["name"], partial(Experiment.model_validate, each, context={"source": each["name"]})) for each in specs
+    ]
+
+
+def names_of(sources: Sequence[str]) -> list[str]:
+    """The name of each spec: its file's name, with its folders where two files have the same."""
+    stems = [Path(source).stem for source in sources]
+    return [
+        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
+        for source, name in zip(sources, stems, strict=True)
+    ]
 
 
 def compare_to(
     sources: Sequence[_Source],
-    prepare: Callable[[RunSpec], Prepared],
+    ready: Callable[[Prepared], object],
     folder: Path,
     *,
     replicas: int,
@@ -131,13 +108,13 @@ def compare_to(
     export: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
-    """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`, and files for papers.
+    """Run all specs, print a table, and write the results, `compare.md` and `compare.html`, and files for papers.
 
     What cannot be run is said, and the others are run: the exit code is then 1; else 3 if the page or a file could not be made.
 
     Args:
         sources: the specs. They must hold the same records out.
-        prepare: loads the data and checks the run.
+        ready: is given each run before it is simulated.
         folder: where results are written.
         replicas: repetitions of each, which differ in their noise alone.
         seed: of the noise, the same for each.
@@ -145,30 +122,34 @@ def compare_to(
         console: where the table is printed.
     """
     console = console or terminal.console()
-    results, failures, first, code = [], [], None, 0
-    for k, (source, load) in enumerate(sources, 1):
+    runs, failures, first, code = [], [], None, 0
+    names = names_of([source for source, _ in sources])
+    for k, ((source, load_one), name) in enumerate(zip(sources, names, strict=True), 1):
         try:
-            spec = load()
-            first = first or spec
-            _require_same_records(spec.data, first.data)
+            experiment = load_one()
+            first = first or experiment
+            _require_same_records(experiment.data, first.data)
             with terminal.bar(title := f"spec {k} of {len(sources)}, {source}") as say:
-                told = partial(say, title, unit="rounds")
-                results.append(result_of(source, prepare(spec), replicas, seed, told))
+                ready(experiment.prepared)
+                runs.append(measured(name, experiment, replicas, seed, partial(say, title, unit="rounds")))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
-            failures.append((source, str(error)))
+            failures.append({"spec": source, "error": str(error)})
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
-    if results:
-        _print_table(results, console) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
-        code = write_comparison(folder, results, failures, replicas, seed)
-        console.out(f"{folder}: compare.json, compare.md{'' if code else ', compare.html'}", highlight=False)
-        code = terminal.attempt("a file of --export", lambda: _export(folder, export, results, console)) or code
+    if runs:
+        results = Results(tuple(runs))
+        _print_table(results, console) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        results.write(folder, seed=seed, failures=failures)
+        write_text(folder / "compare.md", as_markdown(results) + "\n")
+        page = folder / "compare.html"
+        code = terminal.attempt(str(page), lambda: compare_page(results).write(page))
+        written = [*FILES, "compare.md", *(() if code else ("compare.html",))]
+        console.out(f"{folder}: {', '.join(written)}", highlight=False)
+        paper = Table.of(_PAPER, [[row[HEADS.index(head)] for head in _PAPER] for row in _rows(results)])
+        files = partial(export_files, folder, export, results, _figures(results), paper)
+        code = terminal.attempt("a file of --export", files) or code
+        told = [{**asdict(each.facts), "metrics": finals(each.curves)} for each in runs]
+        terminal.tell(lambda: {"folder": folder, "runs": told, "failures": failures})
     return 1 if failures else code
-
-
-def _export(folder: Path, formats: Sequence[str], results: Sequence[Result], console: Console) -> None:
-    tables, short_ones = {"compare": table_of(results, _names(results))}, {"compare": _paper(results)}
-    for path in write_files(folder, formats, tables, _figures(results), short_ones):
-        console.out(str(path), highlight=False)
 
 
 _SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
@@ -186,15 +167,15 @@ def _require_same_records(data: DataSpec, first: DataSpec) -> None:
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
 
 
-def result_of(
-    source: str,
-    prepared: Prepared,
+def measured(
+    name: str,
+    experiment: Experiment,
     replicas: int,
     seed: int,
     progress: Callable[[int, int], None] = lambda done, rounds: None,
 ) -> Result:
     """Simulate and measure one run; `progress` is told how many of how many rounds are done."""
-    run, data = prepared.run, prepared.data
+    run, data = experiment.run, experiment.records
     metrics, rounds, seconds = Metrics(run, data), simulate(run, data, SeededNoise(seed), replicas), 0.0
     while True:
         began = time.perf_counter()
@@ -204,59 +185,33 @@ def result_of(
             break
         metrics.take(step)
         progress(step.t + 1, run.spec.rounds)
-    events, records = [], []
-    for i, own in enumerate(data.learners):
-        counts = np.diff(own.offsets)
-        events.append(run.guarantee(i, counts))
-        losses = record_losses(run.algorithm.accountant(i), own, run.attendance(i).end)
-        records.append(dearest_record(losses, events[-1].per_round))
-    shared = events[0].shared
-    return Result(
-        source=source,
-        algorithm=run.algorithm.name,
-        threat_model=_safe_from(events[0]),
-        paper=max(float(each.paper[-1]) for each in events),
-        event=overall((each.epsilon() for each in events), shared=shared),
-        record=overall(records, shared=shared),
-        floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
-        rounds=run.spec.rounds,
-        rounds_per_s=replicas * run.spec.rounds / seconds,
-        curves=metrics.curves,
-    )
-
-
-def _safe_from(guarantee: Guarantee) -> str:
-    if math.isfinite(guarantee.epsilon()):
-        return guarantee.grounds.threat_model.value
-    return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
+    rate = replicas * run.spec.rounds / seconds
+    return Result(facts_of(experiment.prepared, name, rounds_per_s=rate), metrics.curves)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _names(results: Sequence[Result]) -> list[str]:
-    return names_of([result.source for result in results])
+def _rows(results: Results) -> list[tuple[str, ...]]:
+    return [_row(each) for each in results.runs]
 
 
-def _rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    return [_row(result, name) for result, name in zip(results, _names(results), strict=True)]
-
-
-def _row(result: Result, name: str) -> tuple[str, ...]:
+def _row(result: Result) -> tuple[str, ...]:
+    facts = result.facts
     regret = _final(result, "static_regret", 1.0 / (float(result.curves.with_records[-1]) or math.nan))
     return (
-        name,
-        result.algorithm,
-        result.threat_model,
-        number(result.paper),
-        number(result.event),
-        number(result.record),
+        facts.spec,
+        facts.algorithm,
+        facts.threat_model or NOTHING,
+        number(facts.epsilon_paper),
+        number(facts.epsilon_event),
+        number(facts.epsilon_record),
         _final(result, "accuracy"),
         _final(result, "average_loss"),
         regret,
         _final(result, "consensus_error"),
-        count(result.floats),
-        number(result.rounds_per_s, 3),
+        count(facts.floats),
+        number(facts.rounds_per_s, 3),
     )
 
 
@@ -267,72 +222,35 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     return with_error(factor * curve.final, factor * curve.final_error)
 
 
-def _print_table(results: Sequence[Result], console: Console) -> None:
+def _print_table(results: Results, console: Console) -> None:
     table, left_out = terminal.fitted(console.width, HEADS, _rows(results), right=HEADS[_TEXTS:], spare=_SPARE)
     console.print(table)
     if left_out:
         console.out(f"a wider terminal shows {'; '.join(left_out)}, too; so does compare.html", highlight=False)
 
 
-def _as_markdown(results: Sequence[Result]) -> str:
+def as_markdown(results: Results) -> str:
     """The table for a page of documentation."""
     rule = ["---"] * _TEXTS + ["---:"] * (len(HEADS) - _TEXTS)
     rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in row] for row in _rows(results))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def write_comparison(
-    folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
-) -> int:
-    """Write `compare.json`, `compare.md` and `compare.html`; returns the exit code."""
-    document = {
-        "replicas": replicas,
-        "seed": seed,
-        "results": [_document(result) for result in results],
-        "failures": [{"spec": source, "error": error} for source, error in failures],
-    }
-    write_json(folder / "compare.json", document)
-    write_text(folder / "compare.md", _as_markdown(results) + "\n")
-    page = folder / "compare.html"
-    return terminal.attempt(str(page), lambda: compare_page(results).write(page))
-
-
-def _document(result: Result) -> dict[str, Any]:
-    """What one spec came to; an epsilon of null is infinite."""
-    return {
-        "spec": result.source,
-        "algorithm": result.algorithm,
-        "threat_model": result.threat_model,
-        "epsilon_paper": result.paper,
-        "epsilon_event": result.event,
-        "epsilon_record": result.record,
-        "floats_per_learner_and_round": result.floats,
-        "replica_rounds_per_s": result.rounds_per_s,
-        **means(result.curves),
-    }
-
-
-def compare_page(results: Sequence[Result]) -> Page:
+def compare_page(results: Results) -> Page:
     """The table, and one figure per metric, a line per spec."""
     figures = _figures(results)
     columns = [Column(head, kind="text" if k < _TEXTS else "number") for k, head in enumerate(HEADS)]
     table = PageTable("results", "Algorithms side by side", columns, _rows(results))
-    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
+    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results.runs) <= len(PALETTE)})
 
 
-def _figures(results: Sequence[Result]) -> list[Figure]:
-    names = _names(results)
+def _figures(results: Results) -> list[Figure]:
+    named = [(each.facts.spec, each.curves) for each in results.runs]
     return [
         figure_of(
             metric.replace("_", "-"),
             title,
-            [
-                (name, curve_line(result.curves.rounds, result.curves[metric]) if metric in result.curves else None)
-                for name, result in zip(names, results, strict=True)
-            ],
+            [(name, curve_line(curves, metric) if metric in curves else None) for name, curves in named],
             "rounds",
             form=form,
         )
@@ -340,39 +258,11 @@ def _figures(results: Sequence[Result]) -> list[Figure]:
     ]
 
 
-def table_of(results: Sequence[Result], names: Sequence[str]) -> Table:
-    """All numbers, a row for each spec: of metrics the last values and their standard errors."""
-    metrics = dict.fromkeys(name for result in results for name in result.curves.curves)
-    rows = []
-    for result, name in zip(results, names, strict=True):
-        curves = [result.curves.curves.get(each) for each in metrics]
-        ends = [(math.nan, math.nan) if each is None else (each.final, each.final_error) for each in curves]
-        promised = (result.threat_model, result.paper, result.event, result.record)
-        rows.append((name, result.algorithm, *promised, result.floats, result.rounds, *chain.from_iterable(ends)))
-    heads = (
-        "spec",
-        "algorithm",
-        "threat_model",
-        "epsilon_paper",
-        "epsilon_event",
-        "epsilon_record",
-        "floats",
-        "rounds",
-    )
-    return Table.of((*heads, *(f"{each}{more}" for each in metrics for more in ("", "_standard_error"))), rows)
-
-
-def _paper(results: Sequence[Result]) -> Table:
-    """The columns of the table on the screen that a paper has room for, as they are there."""
-    kept = [HEADS.index(head) for head in _PAPER]
-    return Table.of(_PAPER, [[row[k] for k in kept] for row in _rows(results)])
-
-
 def compare(
     experiments: Mapping[str, Experiment | Path | str] | Sequence[Experiment | Path | str],
     replicas: int = 10,
     seed: int = 0,
-) -> Table:
+) -> Results:
     """Simulate several experiments that hold the same records out, and put what they came to side by side.
 
     Args:
@@ -381,9 +271,7 @@ def compare(
         seed: of the noise, the same for each.
 
     Returns:
-        One row per experiment: `spec`, `algorithm`, `threat_model`, `epsilon_paper`, `epsilon_event`, `epsilon_record` (as
-        `sottovoce compare` has them), `floats` that a learner says in a round, `rounds`, and each metric after the last round
-        with its standard error.
+        A run per experiment. `summary()` has a row for each of them and each metric; `runs[k].facts` has what the k-th promises.
 
     Raises:
         SpecError: names are not different, records are not the same, or one cannot be run as it is.
@@ -391,9 +279,9 @@ def compare(
 
     >>> from sottovoce_core.experiment import Experiment
     >>> loud = Experiment(rounds=5, learners=3, algorithm={"name": "ldp-dol", "sigma": 4.0})
-    >>> table = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
-    >>> table["spec"].tolist(), bool(table["epsilon_event"][0] < table["epsilon_event"][1])
-    (['loud', 'quiet'], True)
+    >>> results = compare({"loud": loud, "quiet": loud.replace(**{"algorithm.sigma": 1.0})}, replicas=2)
+    >>> [(run.facts.spec, round(run.facts.epsilon_event, 2)) for run in results.runs]
+    [('loud', 11.22), ('quiet', 44.9)]
     """
     require_count("replicas", replicas)
     if isinstance(experiments, Mapping):
@@ -407,4 +295,4 @@ def compare(
         )
     for _, each in named:
         _require_same_records(each.data, named[0][1].data)
-    return table_of([result_of(name, each.prepared, replicas, seed) for name, each in named], names)
+    return Results(tuple(measured(name, each, replicas, seed) for name, each in named))

@@ -32,7 +32,7 @@ from sottovoce_core.running.run import Run, build_run, publication
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import dump_spec
 from sottovoce_core.text import called
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import reason_of
@@ -190,10 +190,9 @@ def _promise(run: Run, outcome: Outcome) -> Promise:
 
 def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:
     """The transcript of a capture; none when nothing was captured, or not even one whole round."""
-    if outcome.capture is None:
+    if (capture := _opened(outcome)) is None:
         return None, None
     try:
-        capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
         transcript = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError):  # the latter is noticed, too
         return None, None
@@ -202,7 +201,7 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
     return transcript, CaptureSummary(
         mode=run.spec.capture,
-        location=outcome.capture,
+        location=str(outcome.capture),
         messages=messages,
         bytes=size,
         messages_of=run.spec.names[0],
@@ -213,23 +212,24 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     )
 
 
-def _tapped(outcome: Outcome) -> Tapped | None:
-    """What a wiretap noted; None where there was none, or its capture cannot be read here."""
+def _opened(outcome: Outcome) -> Capture | None:
+    """The capture of a run; None where there is none, or none that can be read here: it may lie on the eavesdropper's host."""
     try:
-        capture = None if outcome.capture is None else open_capture(outcome.capture)
+        return None if outcome.capture is None else open_capture(outcome.capture)
     except CaptureError:
         return None
+
+
+def _tapped(outcome: Outcome) -> Tapped | None:
+    """What a wiretap noted; None where there was none, or its capture cannot be read here."""
+    capture = _opened(outcome)
     counts = None if capture is None else capture.ciphertext
     return None if counts is None else Tapped(str(outcome.capture), counts.connections, counts.records, counts.bytes)
 
 
 def noticed_in(outcome: Outcome) -> Noticed | None:
     """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
-    try:
-        facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
-    except CaptureError:
-        return None
-    if "noticed_count" not in facts:
+    if (capture := _opened(outcome)) is None or "noticed_count" not in (facts := capture.facts):
         return None
     first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
     return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
@@ -249,11 +249,7 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
 
 def gaps_in(outcome: Outcome) -> tuple[str, ...]:
     """What is missing in the middle of a capture, in words; nothing where there is none that can be read here."""
-    try:
-        capture = open_capture(outcome.capture) if outcome.capture is not None else None
-    except CaptureError:
-        capture = None
-    if capture is None:
+    if (capture := _opened(outcome)) is None:
         return ()
     gaps = [
         gap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,7 @@ from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import answered
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2_grpc
 
 CALL_S = 10.0
 
@@ -152,38 +152,27 @@ async def resume_run(
     terminal.tell(lambda: _document(run))
 
 
-async def leave_run(
-    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+async def amend_run(
+    coordinator: str,
+    run_id: str,
+    learner: str,
+    console: Console | None = None,
+    credentials: Credentials = NO_IDENTITY,
+    *,
+    joins: bool,
 ) -> None:
-    """Let a run under way go on without a learner.
+    """Let a run under way go on without a learner; or let one that is away take part, if it `joins`.
 
     Raises:
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
-    request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
-    await asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
-
-
-async def join_run(
-    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
-) -> None:
-    """Let a learner that is away take part in a run under way.
-
-    Raises:
-        SottovoceError: it cannot; or the coordinator cannot be reached.
-    """
-    request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
-    await asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
-
-
-async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
-    """In which rounds a learner is away, as the run is now."""
+    request = coordinator_pb2.JoinRunRequest if joins else coordinator_pb2.LeaveRunRequest
+    wanted, method = request(run_id=run_id, learner=learner), "JoinRun" if joins else "LeaveRun"
+    await asked(coordinator, credentials, lambda stub: getattr(stub, method)(wanted, timeout=RESUME_S))
     run = await get_run(coordinator, run_id, credentials)
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            console.print(_said(away_line(Absence(**each))))
+            (console or terminal.console()).print(_said(away_line(Absence(**each))))
     terminal.tell(lambda: _document(run))
 
 
@@ -229,20 +218,27 @@ async def all_runs(coordinator: str, credentials: Credentials) -> list[coordinat
         request.page_token = page.next_page_token
 
 
+_STUBS: Mapping[Role, Callable[[grpc.aio.Channel], Any]] = {
+    Role.COORDINATOR: coordinator_pb2_grpc.CoordinatorStub,
+    Role.EAVESDROPPER: eavesdropper_pb2_grpc.EavesdropperStub,
+}
+
+
 async def asked(
-    coordinator: str,
+    address: str,
     credentials: Credentials,
-    ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], grpc.aio.UnaryUnaryCall[Any, T]],
+    ask: Callable[[Any], grpc.aio.UnaryUnaryCall[Any, T]],
+    role: Role = Role.COORDINATOR,
 ) -> T:
-    """What a coordinator answers to a call; if it is long in coming, it is said what is waited for.
+    """What a coordinator or an eavesdropper answers to a call; if it is long in coming, it is said what is waited for.
 
     Raises:
         SottovoceError: it refuses, or cannot be reached.
     """
-    async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
-        who = f"the coordinator at {coordinator}"
+    async with channel(address, role, credentials=credentials) as to:
+        who = f"the {role} at {address}"
         try:
-            return await answered(ask(coordinator_pb2_grpc.CoordinatorStub(to)), to, who, terminal.say)
+            return await answered(ask(_STUBS[role](to)), to, who, terminal.say)
         except grpc.aio.AioRpcError as error:
             raise as_error(error, who) from None
 

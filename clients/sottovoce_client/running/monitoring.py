@@ -144,27 +144,6 @@ class Look:
         return min((each.rounds_done for each in busy), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """Where a run stands, as its coordinator says; times are Unix times.
-
-    Attributes:
-        run_id: whose it is.
-        state, detail: in a word, and why it ended.
-        started, ended: None: not yet.
-        notices: what learners noticed of each other, and what went wrong with the capture.
-        location: of its capture; empty: it has none.
-    """
-
-    run_id: str
-    state: str
-    detail: str
-    started: float
-    ended: float | None
-    notices: tuple[str, ...] = ()
-    location: str = ""
-
-
 # ---- what is shown -----------------------------------------------------------------------------------------------------
 
 
@@ -202,21 +181,36 @@ class EdgeView:
 
 
 @dataclass(frozen=True, slots=True)
-class RunView:
-    """One run, with its graph."""
+class RunLine:
+    """A run in the list, as its coordinator says; times are Unix times.
+
+    Attributes:
+        run_id: its id.
+        state, detail: in a word, and why it ended.
+        started, ended: None: not yet.
+        round: rounds that all learners have done.
+        notices: what learners noticed of each other, and what went wrong with the capture.
+    """
 
     run_id: str
-    name: str
     state: str
     detail: str
+    started: float
+    ended: float | None
+    round: int = 0
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView(RunLine):
+    """One run, with its graph."""
+
+    name: str
     algorithm: str
     clock: str
     period_s: float | None
     capture: str
     live: bool
-    started: float
-    ended: float | None
-    round: int
     rounds: int | None
     rate: float | None
     left_s: float | None
@@ -224,19 +218,6 @@ class RunView:
     counted_by: str
     learners: tuple[LearnerView, ...]
     edges: tuple[EdgeView, ...]
-    notices: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """A run in the list."""
-
-    run_id: str
-    state: str
-    detail: str
-    started: float
-    ended: float | None
-    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +271,7 @@ def newest(runs: Sequence[RunLine]) -> str:
     return next(iter([*under_way, *(each.run_id for each in runs)]), "")
 
 
-def run_view(course: Course, plan: Plan, history: History) -> RunView:
+def run_view(course: RunLine, plan: Plan, history: History) -> RunView:
     """A run, of what its coordinator said now and before."""
     now, before = history.looks[-1], history.before(max(WINDOW_S, FEW_ROUNDS * (plan.period_s or 0.0)))
     rate = None if before is None else _rate(now.round, before.round, now.at - before.at)
@@ -314,8 +295,8 @@ def run_view(course: Course, plan: Plan, history: History) -> RunView:
         left_s=left / lasting(rate, plan.period_s) if left is not None and rate and not over else None,
         pace=history.pace,
         counted_by="learners" if now.heard is None else "eavesdropper",
-        learners=learner_views(plan, now, before),
-        edges=edge_views(plan.ways, now, before),
+        learners=_learner_views(plan, now, before),
+        edges=_edge_views(plan.ways, now, before),
         notices=course.notices,
     )
 
@@ -325,7 +306,7 @@ def lasting(rate: float, period_s: float | None) -> float:
     return rate if period_s is None else min(rate, 1.0 / period_s)
 
 
-def learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerView, ...]:
+def _learner_views(plan: Plan, now: Look, before: Look | None) -> tuple[LearnerView, ...]:
     """A row for each learner."""
     rows = []
     for i, status in enumerate(now.statuses):
@@ -381,13 +362,13 @@ def _notices(status: LearnerStatus, past: LearnerStatus | None) -> list[str]:
     return told
 
 
-def edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[EdgeView, ...]:
+def _edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[EdgeView, ...]:
     """What passes on every edge: as the eavesdropper counted, else as learners say, who tell all their neighbours the same."""
-    counts = dict(now.heard) if now.heard is not None else said(ways, now)
+    counts = dict(now.heard) if now.heard is not None else _said(ways, now)
     if before is None:
         past: Mapping[Way, Count] | None = None
     else:
-        past = said(ways, before) if now.heard is None else before.heard
+        past = _said(ways, before) if now.heard is None else before.heard
     seconds = now.at - before.at if before is not None else 0.0
 
     def rate(way: Way, which: int) -> float:
@@ -413,7 +394,7 @@ def edge_views(ways: Sequence[Way], now: Look, before: Look | None) -> tuple[Edg
     return tuple(edges)
 
 
-def said(ways: Sequence[Way], look: Look) -> dict[Way, Count]:
+def _said(ways: Sequence[Way], look: Look) -> dict[Way, Count]:
     """What learners said on every way, evenly: a message goes to every neighbour."""
     receivers: dict[int, int] = {}
     for speaker, _ in ways:
@@ -430,7 +411,7 @@ def _rate(now: int, before: int, seconds: float) -> float:
     return max(0, now - before) / seconds if seconds > 0 else 0.0
 
 
-def _mean_rate(course: Course, last: Look) -> float | None:
+def _mean_rate(course: RunLine, last: Look) -> float | None:
     """Of a run that is over."""
     seconds = (course.ended or course.started) - course.started
     return last.round / seconds if seconds > 0 else None
@@ -456,21 +437,6 @@ class Places:
 # ---- what was said, as values ------------------------------------------------------------------------------------------
 
 
-def course_of(run: coordinator_pb2.Run) -> Course:
-    """Where a run stands."""
-    notices = [*misconduct_lines(run), *([run.capture_error] if run.capture_error else [])]
-    line = run_line(run)
-    return Course(
-        line.run_id,
-        line.state,
-        line.detail,
-        line.started,
-        line.ended,
-        tuple(map(plain, notices)),
-        plain(run.capture_location),
-    )
-
-
 def run_line(run: coordinator_pb2.Run) -> RunLine:
     """A run in the list."""
     statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
@@ -481,6 +447,7 @@ def run_line(run: coordinator_pb2.Run) -> RunLine:
         started=run.started_at.ToDatetime(UTC).timestamp(),
         ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
         round=Look(0.0, statuses).round,
+        notices=tuple(map(plain, (*misconduct_lines(run), *filter(None, [run.capture_error])))),
     )
 
 

@@ -1,9 +1,7 @@
-"""Plots of results: a line with its band for every file or setting, and the figures of `sottovoce plot`."""
+"""Plots of results: a line with its band for every run or setting, and the figures of `sottovoce plot`."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +11,29 @@ import numpy as np
 
 from sottovoce_client.reports.drawing import FIGURES, Figure, export
 from sottovoce_client.reports.marks import PALETTE, Axis, Mark, View, band, decades, dots, line, short, styled
-from sottovoce_client.reports.page import Page
-from sottovoce_client.running.sweep import RESULTS
 from sottovoce_client.wording import plural
-from sottovoce_core.arrays import FloatArray, IntArray, as_floats
-from sottovoce_core.door import METRICS
-from sottovoce_core.errors import CaptureError, SpecError
-from sottovoce_core.running.metrics import Curve
-from sottovoce_core.running.transcript import parquet
+from sottovoce_core.arrays import FloatArray, as_floats
+from sottovoce_core.errors import SpecError
+from sottovoce_core.results import Result, Results, intervals
+from sottovoce_core.running.metrics import Curves
 from sottovoce_core.table import Table
 
 _BAND = 2.0
-"""Standard errors on either side of the mean of a simulation."""
+"""Standard errors on either side of a mean over rounds."""
 _SHAPES: tuple[Literal["circle", "diamond", "cross"], ...] = ("circle", "diamond", "cross")
-WRITTEN = ("metrics.parquet", "sweep.parquet", "compare.json")
-"""What can be drawn."""
 
-_SETTING = "spec"
-"""What differs between the rows of a comparison: the specs."""
-EPSILON = "epsilon"
+_SPEC = "spec"
+"""The name of a spec, where that is what differs between the runs of a file."""
+_EPSILON, _ROUNDS = "epsilon", "rounds"
 _PRIVACY_PARAMETERS = ("epsilon", "alpha", "final_alpha")
 """Last parts of fields by which algorithms are asked for a privacy level, each in its own sense."""
 _ORDERED = ", in the order of the legend"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
-    """Name, places on the axis, and mean, low and high there; `joined`: the points are of one curve."""
+class _Line:
+    """Places on the axis, and mean, low and high there; `joined`: the points are of one curve."""
 
-    name: str
     x: FloatArray
     mean: FloatArray
     low: FloatArray
@@ -49,225 +41,153 @@ class Line:
     joined: bool = True
 
 
-def read_results(path: Path) -> Table:
-    """The table in a `metrics.parquet`, `sweep.parquet` or `compare.json`, or in the folder that holds one.
-
-    Raises:
-        CaptureError: it cannot be read, or the folder has none.
-        SpecError: it is none, or pyarrow is not installed.
-    """
-    if path.is_dir():
-        found = [path / name for name in WRITTEN if (path / name).is_file()]
-        if not found:
-            raise CaptureError(
-                f"{path} has neither a metrics.parquet, which `sottovoce simulate --write metrics` writes, nor a sweep.parquet, "
-                "nor the compare.json of a comparison"
-            )
-        path = found[0]
-    if not path.is_file():
-        raise CaptureError(
-            f"cannot read the results {path}: it must be a metrics.parquet, sweep.parquet or compare.json that exists, or a "
-            "folder with one"
-        )
-    if path.suffix == ".json":
-        return _of_comparison(path)
-    if path.suffix != ".parquet":
-        hint = {".csv": "; an exported table cannot be read back: the .parquet file lies beside it"}.get(path.suffix)
-        raise SpecError(
-            f"plot reads metrics.parquet, sweep.parquet or compare.json, or the folders they are in, got {path}{hint or ''}"
-        )
-    try:
-        arrow = parquet().ParquetFile(path).read()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
-        raise CaptureError(f"cannot read the results {path}: {error}") from None
-    names = tuple(arrow.column_names)
-    if names != METRICS and names[-len(RESULTS) :] != RESULTS:
-        raise SpecError(f"{path} must be a metrics.parquet or a sweep.parquet, got the columns {', '.join(names)}")
-    return Table({name: _column(arrow.column(name)) for name in names})
-
-
-def _of_comparison(path: Path) -> Table:
-    """What the specs of a comparison came to: as a sweep of them, the intervals being two standard errors.
-
-    Raises:
-        CaptureError: it is no comparison.
-    """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        names = names_of([each["spec"] for each in document["results"]])
-        rows = [
-            (name, metric, *_final(found), _number(each["epsilon_event"]), document["replicas"])
-            for name, each in zip(names, document["results"], strict=True)
-            for metric, found in each["metrics"].items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise CaptureError(f"cannot read the results {path}: it is not what `sottovoce compare` wrote") from None
-    return Table.of((_SETTING, *RESULTS), rows)
-
-
-def _final(found: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Mean, low and high after the last round."""
-    mean, error = _number(found["mean"][-1], math.nan), _BAND * _number(found["standard_error"][-1], math.nan)
-    return mean, mean - error, mean + error
-
-
-def _number(value: float | None, missing: float = math.inf) -> float:
-    return missing if value is None else float(value)
-
-
-def _column(column: Any) -> Any:
-    """NumPy's; missing numbers as not-a-number."""
-    values = column.to_numpy()
-    return values if values.dtype.kind in "iuf" else values.astype(object)
-
-
-def names_of(sources: Sequence[str]) -> list[str]:
-    """What each is called: its file's name, and with its folders where two would be called alike."""
-    stems = [Path(source).stem for source in sources]
-    return [
-        str(Path(source).with_suffix("")) if stems.count(name) > 1 else name
-        for source, name in zip(sources, stems, strict=True)
-    ]
-
-
-def curve_line(rounds: IntArray, curve: Curve) -> Line:
+def curve_line(curves: Curves, metric: str) -> _Line:
     """A metric over rounds: its mean, and two standard errors on either side."""
-    return Line("", as_floats(rounds), curve.mean, curve.mean - _BAND * curve.error, curve.mean + _BAND * curve.error)
+    curve = curves[metric]
+    mean, error = curve.mean, _BAND * curve.error
+    return _Line(as_floats(curves.rounds), mean, mean - error, mean + error)
 
 
-def figures(tables: Mapping[str, Table], x: str = "", log: Collection[str] | None = None) -> list[Figure]:
-    """One figure per metric.
+@dataclass(frozen=True, slots=True)
+class Across:
+    """The horizontal axis of figures: what it shows of each run, and the runs.
 
-    Args:
-        tables: by the name of their lines; all of simulations, or all of sweeps and comparisons.
-        x: what is across: of sweeps `epsilon` or a changed field (default: the first one with numbers, and `epsilon` where that
-            is a privacy level by the algorithm's own reckoning; of a comparison `epsilon`); of simulations the rounds alone.
-        log: which of `x` and `y` are logarithmic (default: rounds, and whatever spans two decades).
-
-    Raises:
-        SpecError: some are of simulations and some of sweeps, or there is no such x.
+    Attributes:
+        results: by the name of their lines.
+        changed: names of what differs between the runs of a file: changed fields, or the spec.
+        x: `rounds`, `epsilon`, or one of `changed`.
     """
-    kinds = {tuple(table.columns) == METRICS for table in tables.values()}
-    if len(kinds) > 1:
-        raise SpecError("plot takes results of simulate, or of sweep and compare, not both at once")
-    simulated = kinds == {True}
-    if simulated and x not in ("", "rounds"):
-        raise SpecError(
-            f"--x must be rounds for results of simulate, got {x}: epsilon is in those of `sottovoce sweep` and `compare`"
-        )
-    each = {name: _of_simulation(table) if simulated else _of_sweep(table, x) for name, table in tables.items()}
-    metrics = dict.fromkeys(metric for curves in each.values() for metric in curves)
-    title = "rounds" if simulated else _title(next(iter(tables.values())), x)
-    return [
-        _figure(metric, [(name, curves[metric]) for name, curves in each.items() if metric in curves], title, log)
-        for metric in metrics
-    ]
 
+    results: Mapping[str, Results]
+    changed: tuple[str, ...]
+    x: str
 
-def _of_simulation(table: Table) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
-    for metric in dict.fromkeys(table["metric"]):
-        whole = table.where(metric=metric, learner=None)
-        mean, error = as_floats(whole["mean"]), _BAND * as_floats(whole["standard_error"])
-        found[metric] = [Line("", as_floats(whole["rounds"]), mean, mean - error, mean + error)]
-    return found
+    @classmethod
+    def of(cls, results: Mapping[str, Results], x: str = "") -> Across:
+        """The axis that was asked for.
 
+        Args:
+            results: by the name of their lines.
+            x: empty: the first changed field with numbers, and `epsilon` where that is a privacy level by the algorithm's own
+                reckoning; `epsilon` where specs differ; else the rounds.
 
-def _of_sweep(table: Table, x: str) -> dict[str, list[Line]]:
-    """Along the field that is across, or the first one with numbers; every combination of the others is a line.
-
-    Where there is none with numbers, every combination is a point of its own.
-
-    Raises:
-        SpecError: there is no such x, or no epsilon is finite.
-    """
-    changed, across = _changed(table), _across(table, x)
-    numbers = [name for name in changed if _numeric(table, name)]
-    along = across if across in numbers else next(iter(numbers), None) if across == EPSILON else None
-    others = [name for name in changed if name != along]
-    places = {value: float(k) for k, value in enumerate(dict.fromkeys(table[across].tolist()), 1)}
-    found: dict[str, list[Line]] = {}
-    for metric in dict.fromkeys(table["metric"]):
-        mine = table.where(metric=metric)
-        for setting in dict.fromkeys(zip(*(mine[name].tolist() for name in others), strict=True)) if others else [()]:
-            line = mine.where(**dict(zip(others, setting, strict=True)))
-            name = ", ".join(_said(field, value) for field, value in zip(others, setting, strict=True))
-            at = as_floats(
-                line[across] if _numeric(table, across) else [places[each] for each in line[across].tolist()]
+        Raises:
+            SpecError: there is no such x, or no epsilon is finite.
+        """
+        runs = [each for one in results.values() for each in one.runs]
+        fields = tuple(dict.fromkeys(field for each in runs for field in each.facts.changes))
+        several = any(len({each.facts.spec for each in one.runs}) > 1 for one in results.values())
+        axis = cls(results, (*fields, *([_SPEC] if several else [])), x)
+        finite = any(np.isfinite(each.facts.epsilon_event) for each in runs)
+        if x and x not in (known := (_ROUNDS, _EPSILON, *axis.changed)):
+            raise SpecError(f"--x must be one of {', '.join(known)}, got {x}")
+        if not x and not axis.changed:
+            return cls(results, axis.changed, _ROUNDS)
+        if not x:
+            first = next(iter([*axis._numbers, *axis.changed]))
+            axis = cls(results, axis.changed, _EPSILON if first == _SPEC or (_is_privacy(first) and finite) else first)
+        if axis.x == _EPSILON and not finite:
+            raise SpecError(
+                "over epsilon there must be a finite one, and all of these promise nothing: take another --x"
             )
+        return axis
+
+    @property
+    def title(self) -> str:
+        """The words below the axis."""
+        if self.x in (_ROUNDS, _EPSILON):
+            return {_ROUNDS: "rounds", _EPSILON: "ε per event"}[self.x]
+        if _is_privacy(self.x):
+            return f"{self.x} (a parameter, not the ε per event)"
+        return self.x if self.x in self._numbers else f"{self.x}{_ORDERED}"
+
+    @property
+    def not_shown(self) -> str:
+        """What figures over epsilon cannot show, in words; empty: they show everything."""
+        n = sum(np.isinf(run.facts.epsilon_event) for each in self.results.values() for run in each.runs)
+        if self.x != _EPSILON or not n:
+            return ""
+        return f"not shown, for they promise nothing (epsilon is infinite): {plural(int(n), 'setting')}"
+
+    def lines(self, results: Results) -> dict[str, list[tuple[str, _Line]]]:
+        """By metric, each with its name.
+
+        Along the field that is across, or the first one with numbers; every combination of the others is a line. Where there is
+        none with numbers, every combination is a point of its own.
+        """
+        found: dict[str, list[tuple[str, _Line]]] = {}
+        if self.x == _ROUNDS:
+            for run in results.runs:
+                name = self._name(run, self.changed)
+                for metric in run.curves.curves:
+                    found.setdefault(metric, []).append((name, curve_line(run.curves, metric)))
+            return found
+        numbers = self._numbers
+        along = self.x if self.x in numbers else next(iter(numbers), None) if self.x == _EPSILON else None
+        others = [field for field in self.changed if field != along]
+        lines: dict[str, list[Result]] = {}
+        for run in results.runs:
+            lines.setdefault(self._name(run, others), []).append(run)
+        words = dict.fromkeys(self._value(run, self.x) for run in results.runs)
+        places = {value: value if self.x in (_EPSILON, *numbers) else float(k) for k, value in enumerate(words, 1)}
+        for name, runs in lines.items():
+            at = as_floats([places[self._value(run, self.x)] for run in runs])
+            order = np.argsort(at, kind="stable")
             if not np.isfinite(at).any():  # its epsilon is infinite
                 continue
-            order = np.argsort(at, kind="stable")
-            mean, low, high = (as_floats(line[end])[order] for end in ("mean", "low", "high"))
-            found.setdefault(metric, []).append(Line(name, at[order], mean, low, high, along is not None))
-    return found
+            for metric in runs[0].curves.curves:
+                last = np.concatenate([run.curves[metric].replicas[-1:] for run in runs])[order]
+                curve = _Line(at[order], last.mean(axis=1), *intervals(last), joined=along is not None)
+                found.setdefault(metric, []).append((name, curve))
+        return found
+
+    @property
+    def _numbers(self) -> list[str]:
+        """Changed fields whose values are numbers."""
+        runs = [each for one in self.results.values() for each in one.runs]
+        return [field for field in self.changed if all(type(self._value(each, field)) in (int, float) for each in runs)]
+
+    @staticmethod
+    def _value(run: Result, name: str) -> Any:
+        known = {_SPEC: run.facts.spec, _EPSILON: run.facts.epsilon_event}
+        return known[name] if name in known else run.facts.changes.get(name)
+
+    def _name(self, run: Result, fields: Collection[str]) -> str:
+        values = ((field, self._value(run, field)) for field in fields)
+        return ", ".join(str(value) if field == _SPEC else f"{field} {value}" for field, value in values)
 
 
-def not_shown(tables: Mapping[str, Table], x: str = "") -> str:
-    """What figures over epsilon cannot show, in words; empty: they show everything."""
-    found = [table for table in tables.values() if tuple(table.columns) != METRICS and _across(table, x) == EPSILON]
-    gone = [set(zip(*(t[name][np.isinf(t[EPSILON])].tolist() for name in _changed(t)), strict=True)) for t in found]
-    n = sum(map(len, gone))
-    return f"not shown, for they promise nothing (epsilon is infinite): {plural(n, 'setting')}" if n else ""
-
-
-def _said(field: str, value: Any) -> str:
-    return str(value) if field == _SETTING else f"{field} {value}"
-
-
-def _across(table: Table, x: str) -> str:
-    """The column that is across.
-
-    Raises:
-        SpecError: there is no such, or nothing of it can be shown.
-    """
-    changed = _changed(table)
-    if x and x not in (EPSILON, *changed):
-        raise SpecError(f"--x must be epsilon or a field that was changed, {', '.join(changed)}, got {x}")
-    first = next(iter([*(name for name in changed if _numeric(table, name)), *changed]))
-    promised = changed == [_SETTING] or (_is_privacy_parameter(first) and np.isfinite(as_floats(table[EPSILON])).any())
-    across = x or (EPSILON if promised else first)
-    if across == EPSILON and not np.isfinite(as_floats(table[EPSILON])).any():
-        raise SpecError("over epsilon there must be a finite one, and all of these promise nothing: take another --x")
-    return across
-
-
-def _is_privacy_parameter(field: str) -> bool:
+def _is_privacy(field: str) -> bool:
     """Whether a field asks for an epsilon of its algorithm's own, which need not be that of a record over the run."""
     return field.rpartition(".")[2] in _PRIVACY_PARAMETERS
 
 
-def _title(table: Table, x: str) -> str:
-    if (across := _across(table, x)) == EPSILON:
-        return "ε per event"
-    if _is_privacy_parameter(across):
-        return f"{across} (a parameter, not the ε per event)"
-    return across if _numeric(table, across) else f"{across}{_ORDERED}"
+def figures(across: Across, log: Collection[str] | None = None) -> list[Figure]:
+    """One figure per metric.
 
-
-def _numeric(table: Table, name: str) -> bool:
-    return table[name].dtype.kind in "iuf"
-
-
-def _changed(table: Table) -> list[str]:
-    """The fields that a sweep changed, or `seeds` where it changed none."""
-    return list(table.columns)[: -len(RESULTS)] or ["seeds"]
-
-
-def _figure(metric: str, curves: Sequence[tuple[str, list[Line]]], across: str, log: Collection[str] | None) -> Figure:
-    words = metric.replace("_", " ")
-    flat = [
-        (" ".join(filter(None, (file if len(curves) > 1 else "", curve.name))), curve)
-        for file, lines in curves
-        for curve in lines
-    ]
-    return figure_of(metric, words, flat if len(flat) > 1 else [(words, curve) for _, curve in flat], across, log=log)
+    Args:
+        across: the runs and their horizontal axis.
+        log: which of `x` and `y` are logarithmic (default: rounds, and whatever spans two decades).
+    """
+    each = {name: across.lines(results) for name, results in across.results.items()}
+    several = len(each) > 1
+    shown = []
+    for metric in dict.fromkeys(metric for lines in each.values() for metric in lines):
+        words = metric.replace("_", " ")
+        named = [
+            (" ".join(filter(None, (file if several else "", name))), curve)
+            for file, lines in each.items()
+            for name, curve in lines.get(metric, ())
+        ]
+        named = named if len(named) > 1 else [(words, curve) for _, curve in named]
+        shown.append(figure_of(metric, words, named, across.title, log=log))
+    return shown
 
 
 def figure_of(
     name: str,
     title: str,
-    lines: Sequence[tuple[str, Line | None]],
+    lines: Sequence[tuple[str, _Line | None]],
     across: str,
     *,
     log: Collection[str] | None = None,
@@ -300,7 +220,7 @@ def figure_of(
     return Figure(name, title.capitalize(), marks, (view,), height=340)
 
 
-def _marks(name: str, curve: Line, k: int, *, banded: bool) -> Iterator[Mark]:
+def _marks(name: str, curve: _Line, k: int, *, banded: bool) -> Iterator[Mark]:
     """The band, where there is one, and the line over it; of a point alone its error bar."""
     (colour, dash), name = styled(k), short(name, 40)
     known = bool(np.isfinite(curve.low).any() and np.isfinite(curve.high).any())
@@ -313,36 +233,39 @@ def _marks(name: str, curve: Line, k: int, *, banded: bool) -> Iterator[Mark]:
     yield line(curve.x, curve.mean, name, colour, dash=dash)
 
 
-def _for_paper(table: Table) -> Table:
-    """A table as short as a paper has room for: of a simulation what the whole network came to after the last round."""
-    if tuple(table.columns) != METRICS or not len(table):
-        return table
-    last = table.where(rounds=int(table["rounds"].max()), learner=None)
-    names = [name.replace("_", " ") for name in last["metric"].tolist()]
-    rows = list(zip(names, last["mean"].tolist(), last["standard_error"].tolist(), strict=True))
-    return Table.of(("metric", "mean", "standard error"), rows)
-
-
-def export_results(
-    folder: Path, asked: Sequence[str], tables: Mapping[str, Table], shown: Sequence[Figure] | None = None
+def export_files(
+    folder: Path,
+    asked: Sequence[str],
+    results: Results | Mapping[str, Results],
+    shown: Sequence[Figure] | None = None,
+    paper: Table | None = None,
 ) -> tuple[Path, ...]:
-    """Write tables and their figures in the formats that were asked for, and say where; returns the files.
+    """Write summaries and their figures in the formats that were asked for, and print the paths; returns them.
+
+    Args:
+        folder: that they are written to.
+        asked: the formats.
+        results: what the tables are of, by their names where there are several.
+        shown: the figures (default: those that `plot` draws).
+        paper: the table that a paper has room for (default: of the last round, without columns that say the same in all rows).
 
     Raises:
         SpecError: Matplotlib is not installed.
     """
+    named = {"results": results} if isinstance(results, Results) else results
     if shown is None:
-        shown = figures(tables) if set(asked) & set(FIGURES) else []
-    written = export(folder, asked, tables, shown, {name: _for_paper(table) for name, table in tables.items()})
+        shown = figures(Across.of(named)) if set(asked) & set(FIGURES) else []
+    tables = {name: each.summary(every_round=True) for name, each in named.items()} if asked else {}
+    short_ones = {name: paper or _for_paper(each.summary()) for name, each in named.items()} if asked else {}
+    written = export(folder, asked, tables, shown, short_ones)
     for path in written:
         print(path)
     return written
 
 
-def write_page(path: Path, shown: Sequence[Figure]) -> None:
-    """A self-contained page with all figures.
-
-    Raises:
-        SpecError: Jinja2 is not installed.
-    """
-    Page("plot.html.j2", shown, {"figures": shown}).write(path)
+def _for_paper(table: Table) -> Table:
+    told = ("metric", "mean", "standard_error", "low", "high")
+    kept = [name for name, each in table.columns.items() if name in told or len(set(each.tolist())) > 1]
+    words = {name: name if name not in told else name.replace("_", " ") for name in kept}
+    metrics = np.array([metric.replace("_", " ") for metric in table["metric"]], dtype=object)
+    return Table({words[name]: metrics if name == "metric" else table[name] for name in kept})

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce_client import terminal
-from sottovoce_client.documents import until_complete, write_json, write_text
+from sottovoce_client.documents import write_text
 from sottovoce_client.wording import number, plural, size, with_error
 from sottovoce_core.door import Simulation, noise_of, simulate
 from sottovoce_core.errors import SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce_core.results import Results
 from sottovoce_core.running.metrics import Curves
 from sottovoce_core.running.run import Run
 from sottovoce_core.running.simulator import SimulatedRound
 from sottovoce_core.running.simulator import simulate as rounds_of
-from sottovoce_core.running.transcript import TranscriptWriter, parquet
+from sottovoce_core.running.transcript import TranscriptWriter
 from sottovoce_core.spec import dump_spec
-from sottovoce_core.table import Table
 
 _LARGE = 10**8
 """Bytes from which on it is said before they are written how many there will be."""
@@ -76,7 +76,7 @@ def simulate_to(
     """Simulate a run and write `spec.yaml`, and a Parquet file for each name of `write`.
 
     `decisions` are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones, which
-    `models` has alone. With `metrics`, there is `metrics.json`, too, and the final values are printed.
+    `models` has alone. With `metrics`, these are `results.parquet` and `results.json`, and the final values are printed.
     """
     spec = experiment.run.spec
     source = noise_of(noise, seed, experiment.run)
@@ -118,9 +118,9 @@ def simulate_to(
         own = ", ".join(sorted(source.drawn)) or "nothing"
         print(f"warning: {noise}: {', '.join(source.left)} was not used: this run draws {own}", file=sys.stderr)
     if done.curves is not None:
-        write_table(done.metrics, folder / "metrics.parquet")
-        write_json(folder / "metrics.json", means(done.curves))
-        print_metrics(done.curves)
+        results = done.results if noise is None else _unpromised(done.results)
+        results.write(folder, seed=seed)
+        _print_metrics(done.curves)
     return done
 
 
@@ -169,32 +169,19 @@ class _NoiseWriter:
             self.file.write(step.t, name, np.broadcast_to(drawn, (*lead, self.numbers[name])))
 
 
-def write_table(table: Table, path: Path) -> None:
-    """Write a Parquet file; what is missing is null.
-
-    Raises:
-        SpecError: pyarrow is not installed.
-    """
-    with until_complete(path) as draft:
-        parquet().write_table(table.to_arrow(), draft)
-
-
-def means(curves: Curves) -> dict[str, Any]:
-    """The whole network's curves for a file, by name: over learners and replicas.
-
-    The standard error is by the spread over the replicas; null where there is one replica.
-    """
-    found = {name: {"mean": curve.mean, "standard_error": curve.error} for name, curve in curves.curves.items()}
-    # done, where it was measured; and those of them that brought records, on average over the learners
-    return {"rounds": curves.rounds, "rounds_with_records": curves.with_records, "metrics": found}
+def _unpromised(results: Results) -> Results:
+    """The same results, of noise that promises nothing."""
+    nothing: dict[str, Any] = {f"epsilon_{kind}": math.inf for kind in ("paper", "event", "record")}
+    (run,) = results.runs
+    return Results((replace(run, facts=replace(run.facts, threat_model=None, **nothing)),))
 
 
 def finals(curves: Curves) -> dict[str, Any]:
-    """The whole network's values after the last round, by name; a standard error as of `means`."""
+    """The whole network's values after the last round, by name; the standard error is null where there is one replica."""
     return {name: {"mean": each.final, "standard_error": each.final_error} for name, each in curves.curves.items()}
 
 
-def print_metrics(curves: Curves, console: Console | None = None) -> None:
+def _print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
     console = console or terminal.console()
     table = terminal.table("metric")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from sottovoce_client import terminal
 from sottovoce_client.running import known
 from sottovoce_client.running.monitoring import (
     CaptureLine,
-    Course,
     History,
     LearnerView,
     Look,
@@ -27,7 +26,6 @@ from sottovoce_client.running.monitoring import (
     RunLine,
     RunView,
     capture_line,
-    course_of,
     lasting,
     look_at,
     moment,
@@ -40,13 +38,13 @@ from sottovoce_client.running.operate import UNFED
 from sottovoce_client.wording import NOTHING, count, duration, number, reached_of, share, size
 from sottovoce_core.errors import NotReady, SottovoceError, StrangerError
 from sottovoce_core.text import plain
-from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import answered
-from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc, learner_pb2, learner_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, learner_pb2_grpc
 
 APART_S = 1.0
 """Between two looks at what goes on: rounds a second are those of this while."""
@@ -59,26 +57,10 @@ _RESTS = ("idle", "finished")
 """States in which a learner says nothing of itself, but that it has no coordinator."""
 _UNHEARD = {"unspecified": "joined", "idle": "in no run"}
 """How a learner stands of whose state nothing is known."""
+_NOWHERE = Places()
 _NO_RUN = Plan("", None, "", (), (), "none", "free", None, live=False)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is looked at.
-
-    Attributes:
-        places: of coordinator and eavesdropper; what is empty is not asked.
-        learners: addresses of learners, which their owners ask.
-        run: to look at; empty: the newest, one under way before others.
-        credentials: of whoever asks.
-    """
-
-    places: Places = field(default_factory=Places)
-    learners: tuple[str, ...] = ()
-    run: str = ""
-    credentials: Credentials = field(default_factory=Credentials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +121,17 @@ def _faults_of(run: RunView) -> Iterator[str]:
 # ---- asking ----------------------------------------------------------------------------------------------------------
 
 
-async def look(asked: Asked) -> Status:
-    """Ask everybody at the same time; who does not answer is a problem, and hides nobody else."""
+async def look(
+    places: Places = _NOWHERE, learners: Sequence[str] = (), run: str = "", credentials: Credentials = NO_IDENTITY
+) -> Status:
+    """Ask everybody at the same time; who does not answer is a problem, and hides nobody else.
+
+    Args:
+        places: of coordinator and eavesdropper; what is empty is not asked.
+        learners: addresses of learners, which their owners ask.
+        run: to look at; empty: the newest, one under way before others.
+        credentials: of whoever asks.
+    """
     problems: list[str] = []
 
     async def tried(work: Awaitable[T]) -> T | None:
@@ -150,26 +141,24 @@ async def look(asked: Asked) -> Status:
             problems.append(plain(str(error)))
             return None
 
-    places = asked.places
-    ran, captures, learners = await asyncio.gather(
-        tried(_run(asked)) if places.coordinator else _nothing(),
-        tried(_captures(asked)) if places.eavesdropper else _nothing(),
-        asyncio.gather(*(tried(_learner(address, asked.credentials)) for address in asked.learners)),
+    ran, captures, told = await asyncio.gather(
+        tried(_run(places.coordinator, run, credentials)) if places.coordinator else _nothing(),
+        tried(_captures(places.eavesdropper, run, credentials)) if places.eavesdropper else _nothing(),
+        asyncio.gather(*(tried(_learner(address, credentials)) for address in learners)),
     )
-    run, others = ran or (None, ())
-    found = tuple((at, each) for at, each in zip(asked.learners, learners, strict=True) if each is not None)
-    return Status(time.time(), run, others, found, captures or (), tuple(problems))
+    shown, others = ran or (None, ())
+    found = tuple((at, each) for at, each in zip(learners, told, strict=True) if each is not None)
+    return Status(time.time(), shown, others, found, captures or (), tuple(problems))
 
 
 async def _nothing() -> None:
     """Nobody to ask."""
 
 
-async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
+async def _run(at: str, wanted: str, who: Credentials) -> tuple[RunView | None, tuple[RunLine, ...]]:
     """A run as its coordinator tells, and which others are under way."""
-    at, who = asked.places.coordinator, asked.credentials
     lines = tuple(map(run_line, await known.all_runs(at, who)))
-    run_id = asked.run or newest(lines)
+    run_id = wanted or newest(lines)
     if not run_id:
         return None, ()
     run, history = await known.get_run(at, run_id, who), History()
@@ -180,7 +169,7 @@ async def _run(asked: Asked) -> tuple[RunView | None, tuple[RunLine, ...]]:
         run = await known.get_run(at, run_id, who)
         history.add(look_at(run, None, time.monotonic()))
     others = tuple(each for each in lines if each.ended is None and each.run_id != plain(run.run_id))
-    return run_view(course_of(run), plan, history), others
+    return run_view(run_line(run), plan, history), others
 
 
 async def _learner(address: str, credentials: Credentials) -> RunView:
@@ -204,7 +193,7 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
         except grpc.aio.AioRpcError as error:
             raise as_error(error, who) from None
     # When the run began it does not tell.
-    course = Course(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
+    course = RunLine(now.run_id, now.state.name.lower().replace("_", " "), now.detail, 0.0, None)
     return run_view(course, plan, history)
 
 
@@ -219,17 +208,13 @@ async def _planned(stub: Any, who: str) -> Plan:
         return _NO_RUN
 
 
-async def _captures(asked: Asked) -> tuple[CaptureLine, ...]:
+async def _captures(at: str, run: str, credentials: Credentials) -> tuple[CaptureLine, ...]:
     """The newest captures of an eavesdropper; of one run, where one is asked for."""
-    at = asked.places.eavesdropper
-    async with channel(at, Role.EAVESDROPPER, credentials=asked.credentials) as to:
-        who = f"the eavesdropper at {at}"
-        request = eavesdropper_pb2.ListCapturesRequest(run_id=asked.run, page_size=MOST_CAPTURES)
-        try:
-            call = eavesdropper_pb2_grpc.EavesdropperStub(to).ListCaptures(request, timeout=known.CALL_S)
-            return tuple(map(capture_line, (await answered(call, to, who, terminal.say)).captures))
-        except grpc.aio.AioRpcError as error:
-            raise as_error(error, who) from None
+    request = eavesdropper_pb2.ListCapturesRequest(run_id=run, page_size=MOST_CAPTURES)
+    told = await known.asked(
+        at, credentials, lambda stub: stub.ListCaptures(request, timeout=known.CALL_S), Role.EAVESDROPPER
+    )
+    return tuple(map(capture_line, told.captures))
 
 
 # ---- for programs ----------------------------------------------------------------------------------------------------
@@ -311,7 +296,7 @@ def _print_run(run: RunView, status: Status, console: Console, learner: str = ""
     told = {
         "told by": plain(learner) if run.run_id else "",
         "state": f"{_standing(run)}{f': {run.detail}' if run.detail else ''}",
-        "rounds": progress_line(run, status.at) if run.run_id else "",
+        "rounds": _progress_line(run, status.at) if run.run_id else "",
         "started": moment(run.started) if run.started else "",
         "algorithm": plain(run.algorithm),
         "captured": "" if run.capture == "none" else plain(run.capture),
@@ -325,7 +310,7 @@ def _print_run(run: RunView, status: Status, console: Console, learner: str = ""
     console.print(_learners_table(run))
 
 
-def progress_line(run: RunView, now: float) -> str:
+def _progress_line(run: RunView, now: float) -> str:
     """`40 of 500 rounds, 12 rounds/s (10 so far), 38 s left`."""
     parts = [reached_of(run.round, run.rounds)]
     mean = _mean_rate(run, now)

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from sottovoce_client.web.files import Files
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.services import Asked
 from sottovoce_core.errors import SpecError, Unavailable
@@ -44,7 +43,7 @@ OWN = {
 LEAST_TOKEN, _MOST_TOKEN = 20, 200
 
 
-def token_of(path: Path | None) -> str:
+def _token_of(path: Path | None) -> str:
     """The secret that opens the page: of a file that is made where it is missing; without one, a new one.
 
     Raises:
@@ -108,7 +107,7 @@ class _Guard:
         host, port = scope.get("client") or ("", 0)
         if not self._ours(f"ipv{6 if ':' in host else 4}:{f'[{host}]' if ':' in host else host}:{port}"):
             return 403, "This console is another user's."
-        if not is_own_host(headers.get("host", "")):
+        if not _is_own_host(headers.get("host", "")):
             return 421, "This console answers under the names of this machine alone: 127.0.0.1 and localhost."
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "This console changes nothing: it answers GET alone."
@@ -134,7 +133,7 @@ class _Guard:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
 
-def is_own_host(header: str) -> bool:
+def _is_own_host(header: str) -> bool:
     """Whether a page under this `Host` is this machine's: else a name of somebody's could be made to lead here."""
     name, _, port = header.rpartition(":")
     host = name if port.isdecimal() else header
@@ -156,25 +155,7 @@ _SANDBOX = {
 }
 
 
-class Known(Protocol):
-    """What the console knows; of a real one it is a `Gathering`."""
-
-    @property
-    def files(self) -> Files:
-        """What may be opened."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether nobody more may look."""
-        ...
-
-    def pages(self, run_id: str) -> AsyncIterator[bytes]:
-        """The page as JSON, again and again; of this run, or of the newest."""
-        ...
-
-
-def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
+def console_app(known: Gathering, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> _Guard:
     """The console as an ASGI application.
 
     Args:
@@ -240,7 +221,7 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
         Unavailable: the address is taken.
     """
     import_extra("starlette", "starlette", "the console", "console")
-    token, listening = token_of(token_file), _listening(listen)
+    token, listening = _token_of(token_file), _listening(listen)
     host, port = listening.getsockname()[:2]
     gathering = Gathering(asked)
     app = console_app(gathering, token, f"sottovoce-console-{port}")

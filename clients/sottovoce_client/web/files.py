@@ -19,7 +19,16 @@ from typing import Any
 from pydantic_core import from_json
 from ruamel.yaml.error import YAMLError
 
-from sottovoce_client.running.monitoring import KEPT, CaptureLine, EdgeView, LearnerView, Plan, RunView, plan_from
+from sottovoce_client.running.monitoring import (
+    KEPT,
+    CaptureLine,
+    EdgeView,
+    LearnerView,
+    Plan,
+    RunLine,
+    RunView,
+    plan_from,
+)
 from sottovoce_core.errors import SottovoceError
 from sottovoce_core.text import plain
 from sottovoce_core.yaml_files import parse_yaml
@@ -108,27 +117,18 @@ _MOST_FACTS, _MOST_SUMMARY = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How a run ended, and when that was written down (Unix time)."""
-
-    state: str
-    detail: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
 class Results:
     """What there is to open, the newest first.
 
     Attributes:
         captures, reports: that can be opened.
-        ended: how runs ended, by id, as their summaries say.
+        ended: how runs ended, by id, as their summaries say; the end is when that was written down.
         runs: these runs themselves, where this version can read their summaries.
     """
 
     captures: tuple[CaptureLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()
-    ended: Mapping[str, End] = field(default_factory=dict)
+    ended: Mapping[str, RunLine] = field(default_factory=dict)
     runs: Mapping[str, RunView] = field(default_factory=dict)
 
 
@@ -149,13 +149,14 @@ class Files:
             return Results()
         captures: list[CaptureLine] = []
         reports: list[ReportLine] = []
-        ended: dict[str, End] = {}
+        ended: dict[str, RunLine] = {}
         runs: list[RunView] = []
         for folder, names in self._folders(self.root):
             summary = self._summary(folder) if "summary.json" in names else None
             if summary is not None:
                 written = self._read[folder / "summary.json"][0]
-                ended[summary["run_id"]] = End(summary["state"], summary["detail"], written)
+                run_id = summary["run_id"]
+                ended[run_id] = RunLine(run_id, summary["state"], summary["detail"], 0.0, written)
                 runs += [summary["view"]] if summary["view"] is not None else []
             if FACTS in names and (line := self._capture(folder)) is not None:
                 captures.append(line)

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from sottovoce_client.documents import page_json
+from pydantic_core import to_json
+
 from sottovoce_client.running.monitoring import (
     CaptureLine,
     History,
@@ -18,14 +19,13 @@ from sottovoce_client.running.monitoring import (
     RunLine,
     RunView,
     capture_line,
-    course_of,
     look_at,
     newest,
     plan_of,
     run_line,
     run_view,
 )
-from sottovoce_client.web.files import End, Files, ReportLine, Results
+from sottovoce_client.web.files import Files, ReportLine, Results
 from sottovoce_client.web.services import Asked, Services, WatchView, read_watch
 from sottovoce_core.errors import NotReady, SottovoceError
 from sottovoce_core.text import plain
@@ -63,6 +63,10 @@ class Page:
     problems: tuple[Problem, ...] = ()
     folder: str = ""
     gone: bool = False
+
+    def json(self) -> bytes:
+        """JSON on one line; numbers that are not finite are text, which scripts make numbers of."""
+        return to_json(self, inf_nan_mode="strings")
 
 
 LOOK_S = 1.0
@@ -176,7 +180,8 @@ class Gathering:
         asked = {f"run {run_id}" for run_id in looked.values()}
         for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
             del self._problems[stale]
-        self._pages = {wanted: page_json(self._page(run_id)) for wanted, run_id in looked.items()}
+        # Numbers that are not finite stand as text, which scripts make numbers of.
+        self._pages = {wanted: to_json(self._page(run_id), inf_nan_mode="strings") for wanted, run_id in looked.items()}
         async with self._changed:
             self._turn += 1
             self._changed.notify_all()
@@ -235,7 +240,7 @@ class Gathering:
         self._known[run_id] = seen
         heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
         seen.history.add(look_at(told, heard, self._clock()))
-        seen.view = run_view(course_of(told), seen.plan, seen.history)
+        seen.view = run_view(run_line(told), seen.plan, seen.history)
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
 
@@ -258,14 +263,14 @@ class Gathering:
         ended = self._results.ended if away else {}
         if shown is not None and run_id in ended:
             end = ended[run_id]
-            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.at)
+            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.ended)
         watched = [each for each in self._watched if shown is not None and each.run == shown.name]
         return Page(
             at=time.time(),
             version=version("sottovoce"),
             run=shown,
             runs=tuple(_as_ended(each, ended.get(each.run_id)) for each in self._listed),
-            captures=merged(self._captures, self._results.captures, gone=away),
+            captures=_merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,
             problems=tuple({each.text: each for each in own.values()}.values()),
@@ -277,14 +282,14 @@ class Gathering:
 # ---- what services say, and results ---------------------------------------------------------------------------------
 
 
-def _as_ended(line: RunLine, end: End | None) -> RunLine:
+def _as_ended(line: RunLine, end: RunLine | None) -> RunLine:
     """A run in the list, as its results say that it ended; None: they say nothing."""
     if end is None:
         return line
-    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.at)
+    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.ended)
 
 
-def merged(
+def _merged(
     told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...], *, gone: bool = False
 ) -> tuple[CaptureLine, ...]:
     """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder.

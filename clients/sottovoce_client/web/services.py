@@ -175,13 +175,13 @@ def read_watch(address: str) -> tuple[WatchView, ...]:
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WAIT_S) as answer:
             text = answer.read(_MOST).decode("utf-8", "replace")
-        return watch_views(text)
+        return _watch_views(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise Unavailable(f"the watch at {address} does not tell its numbers (--metrics): {reason}") from None
 
 
-def watch_views(text: str) -> tuple[WatchView, ...]:
+def _watch_views(text: str) -> tuple[WatchView, ...]:
     """The same, of its text.
 
     Raises:

@@ -182,16 +182,27 @@ class Curve:
     """One number over the rounds.
 
     Attributes:
-        mean: `(checkpoints,)` mean over learners and replicas.
-        error: `(checkpoints,)` standard error of that mean, by the spread over the replicas; not-a-number for one.
         replicas: `(checkpoints, replicas)` means over the learners.
         learners: `(checkpoints, learners)` means over the replicas; None for a number of the network.
     """
 
-    mean: FloatArray
-    error: FloatArray
     replicas: FloatArray
     learners: FloatArray | None
+
+    @property
+    def mean(self) -> FloatArray:
+        """`(checkpoints,)` mean over learners and replicas."""
+        mean: FloatArray = self.replicas.mean(axis=1)
+        return mean
+
+    @property
+    def error(self) -> FloatArray:
+        """`(checkpoints,)` standard error of that mean, by the spread over the replicas; not-a-number for one."""
+        n = self.replicas.shape[1]
+        if n < 2:
+            return np.full(len(self.replicas), math.nan)
+        error: FloatArray = self.replicas.std(axis=1, ddof=1) / math.sqrt(n)
+        return error
 
     @property
     def final(self) -> float:
@@ -324,9 +335,7 @@ def _each(function: Any, thetas: FloatArray) -> FloatArray:
 def _curve(values: list[FloatArray], there: Mask) -> Curve:
     stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
     network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
-    replicas = network.shape[1]
-    spread = np.full(len(network), math.nan) if replicas < 2 else network.std(axis=1, ddof=1) / math.sqrt(replicas)
-    return Curve(network.mean(axis=1), spread, network, stack.mean(axis=2) if stack.ndim == 3 else None)
+    return Curve(network, stack.mean(axis=2) if stack.ndim == 3 else None)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
