@@ -230,12 +230,12 @@ def fetch(
             continue
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            done = bring(source, folders[0], progress, elsewhere=elsewhere)
-        for each in done.came:
-            checked = "as published" if each.known else "no checksum of it is known: compare it with a copy you trust"
-            console.print(Text(f"{each.name}: {each.digest}, {checked}"))
-        console.print(Text(f"{source.name}: {done.path} (licence: {source.licence})"))
-        told.append({"name": source.name, "path": done.path, "came": done.came})
+            path, came = bring(source, folders[0], progress, elsewhere=elsewhere)
+        originals = [{"name": each.name, "place": came[each.name], "digest": each.digest} for each in source.originals]
+        for each in source.originals:
+            console.print(Text(f"{each.name}: {each.digest}, as published"))
+        console.print(Text(f"{source.name}: {path} (licence: {source.licence})"))
+        told.append({"name": source.name, "path": path, "came": originals})
     terminal.tell(lambda: told)
 
 

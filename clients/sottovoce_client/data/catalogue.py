@@ -279,7 +279,7 @@ def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
 
 def _originals(known: KnownSource) -> Iterator[tuple[str, str]]:
     for original in known.originals:
-        yield "original", f"{original.name}, {original.digest or 'no checksum is known'}"
+        yield "original", f"{original.name}, {original.digest}"
 
 
 def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str]]:

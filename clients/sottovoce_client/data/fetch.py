@@ -7,19 +7,23 @@ interrupted leaves nothing.
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
+import io
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import numpy as np
 from rich.progress import Progress
 
-from sottovoce_client.data.convert import convert, gunzip, unzip
+from sottovoce_client.data.convert import convert
 from sottovoce_client.documents import scratch
 from sottovoce_core.data.known import VARIABLE, KnownSource, Original
 from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
@@ -33,41 +37,13 @@ MOST_BYTES = 1 << 29
 _TIMEOUT_S = 30
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<script")
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """An original that came.
-
-    Attributes:
-        name: its owner's.
-        place: from where.
-        digest: of its content: `sha256:` or `md5:` and hexadecimal figures.
-        known: whether there was a digest to hold it against.
-    """
-
-    name: str
-    place: str
-    digest: str
-    known: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A data set that is here now.
-
-    Attributes:
-        path: its file.
-        came: what it was made from.
-    """
-
-    path: Path
-    came: tuple[Came, ...]
+_BROKEN = (EOFError, OSError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""
 
 
 def fetch(
     source: KnownSource, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = RETRIES
-) -> Fetched:
+) -> tuple[Path, dict[str, str]]:
     """Download, check, convert and store a data set.
 
     Args:
@@ -77,6 +53,9 @@ def fetch(
         elsewhere: a folder, or a URL of one, that has the originals; empty: where their owners have them.
         retries: how often a download that broke off is begun anew.
 
+    Returns:
+        Its file, and the place that each original came from, by its name.
+
     Raises:
         Unavailable: an original could not be had from any of its places.
         DataError: they came, and cannot be converted.
@@ -84,18 +63,17 @@ def fetch(
         SpecError: `elsewhere` is nowhere; or what downloads or reads is not installed.
     """
     with _workplace(folder, source) as work:
-        files, came = {}, []
+        files, came = {}, {}
         for original in source.originals:
-            place, content = _had(original, source, _places(original, elsewhere), _Carrier(work, progress, retries))
-            kind = (original.digest or "sha256").partition(":")[0]
-            came.append(Came(original.name, place, digest_of(content, kind), original.digest is not None))
-            files[original.name] = content
+            came[original.name], files[original.name] = _had(
+                original, source, _places(original, elsewhere), _Carrier(work, progress, retries)
+            )
         progress.add_task(f"{source.name}: converting", total=None)
         arrays: dict[str, Any] = convert(source, files)
         draft, path = work / f"{source.name}.npz", folder / f"{source.name}.npz"
         np.savez_compressed(draft, **arrays)
         os.replace(draft, path)
-    return Fetched(path, tuple(came))
+    return path, came
 
 
 def digest_of(content: bytes, kind: str = "sha256") -> str:
@@ -169,16 +147,36 @@ def _had(original: Original, source: KnownSource, places: tuple[str, ...], carri
 
 
 def _unpacked(content: bytes, place: str, original: Original) -> bytes:
-    most = 2 * original.size + (1 << 20)
+    """What is in a file that came, packed or not: never more than was expected.
+
+    Raises:
+        DataError: it is a web page, is not packed as its place says, or has too many bytes.
+    """
     if content[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
         raise DataError(
             "a web page came in place of the file: of a proxy, or of a network that wants you to sign in; open the address in "
             "a browser, or set HTTPS_PROXY"
         )
     url, _, member = place.partition("#")
-    if member:
-        return unzip(content, member, most)
-    return gunzip(content, most) if url.endswith(".gz") and not original.name.endswith(".gz") else content
+    if not member and (not url.endswith(".gz") or original.name.endswith(".gz")):
+        return content
+    most = 2 * original.size + (1 << 20)
+    try:
+        with ExitStack() as opened:
+            file: IO[bytes] | gzip.GzipFile
+            if member:
+                file = opened.enter_context(zipfile.ZipFile(io.BytesIO(content))).open(member)
+            else:
+                file = gzip.GzipFile(fileobj=io.BytesIO(content))
+            found = opened.enter_context(file).read(most + 1)
+    except KeyError:
+        raise DataError(f"the zip archive must hold {member}, and does not") from None
+    except _BROKEN:
+        kind = "zip archive" if member else "gzip file"
+        raise DataError(f"must be a {kind}, and is none, or is broken or did not arrive whole") from None
+    if len(found) > most:
+        raise DataError(f"there must be at most {most:,} bytes in it, and there are more")
+    return found
 
 
 def _checked(content: bytes, original: Original) -> bytes:
@@ -187,14 +185,11 @@ def _checked(content: bytes, original: Original) -> bytes:
     Raises:
         DataError: it is not.
     """
-    if original.digest is None:
-        return content
-    kind, _, wanted = original.digest.partition(":")
-    found = digest_of(content, kind).partition(":")[2]
-    if found != wanted:
+    kind = original.digest.partition(":")[0]
+    if (found := digest_of(content, kind)) != original.digest:
         raise DataError(
-            f"{original.name} must have the {kind} {wanted}, got {found} ({len(content):,} bytes): it was damaged or changed on "
-            f"the way, or its owner has published another version"
+            f"{original.name} must have the digest {original.digest}, got {found} ({len(content):,} bytes): it was damaged or "
+            "changed on the way, or its owner has published another version"
         )
     return content
 
