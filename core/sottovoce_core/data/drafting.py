@@ -35,7 +35,7 @@ from sottovoce_core.data.cells import (
 )
 from sottovoce_core.data.columns import default_label, require_column
 from sottovoce_core.data.encoding import alike
-from sottovoce_core.data.fields import LONGEST, BooleanType
+from sottovoce_core.data.fields import LONGEST, truth_of
 from sottovoce_core.data.files import column_called
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
@@ -244,8 +244,8 @@ def _taken(seen: _Seen) -> _Taken:
 
 
 def _boolean(seen: _Seen) -> _Taken | None:
-    found = set(map(BooleanType().parse, seen.values))
-    if any(isinstance(each, Flaw) for each in found):
+    found = set(map(truth_of, seen.values))
+    if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 

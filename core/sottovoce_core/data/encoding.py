@@ -15,7 +15,7 @@ import numpy as np
 
 from sottovoce_core.arrays import AnyArray, BoolArray, FloatArray, IntArray, as_floats
 from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
-from sottovoce_core.data.fields import CategoryType, Label, Typed, truth_of
+from sottovoce_core.data.fields import Feature, Label, truth_of
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
@@ -86,11 +86,6 @@ def alike(texts: Iterable[str]) -> str:
         if same
         else ""
     )
-
-
-def near(text: str, declared: Iterable[str]) -> str | None:
-    """The declared label that a word differs from by case, blanks or a final dot alone; None: there is none."""
-    return next((each for each in declared if _core(each) == _core(text)), None)
 
 
 def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
@@ -357,13 +352,12 @@ def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str
     return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
 
 
-def _near(name: str, of: Typed, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
-    """The categories of a field that some of its words nearly are."""
-    if not isinstance(of, CategoryType):
-        return {}
-    odd = {cells[row] for row in np.flatnonzero(flaws == Flaw.NO_CATEGORY.value) if isinstance(cells[row], str)}
-    found = {nearly for each in odd if (nearly := near(each, of.words)) is not None}
-    return {name: sorted(found)} if found else {}
+def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+    """The categories of a field from which some of its words differ by case, blanks or a final dot alone."""
+    rows = np.flatnonzero(flaws == Flaw.NO_CATEGORY.value)
+    odd = {_core(cells[row]) for row in rows if isinstance(cells[row], str)}
+    found = sorted(word for word in of.words if _core(word) in odd)
+    return {name: found} if found else {}
 
 
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:

@@ -6,7 +6,6 @@ the encoding is public, and the same at every learner.
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -111,11 +110,6 @@ class Schema(Section):
     def width(self) -> int:
         """How many encoded features there are."""
         return sum(len(feature.names(name)) for name, feature in self.features.items())
-
-    @property
-    def norm_bound(self) -> float:
-        """The largest l2 norm of a record's encoded features: no field contributes more than 1 to its square."""
-        return math.sqrt(len(self.features))
 
     # ---- records that it allows ------------------------------------------------------------------------------
 
