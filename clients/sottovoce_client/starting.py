@@ -16,7 +16,7 @@ from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
 from sottovoce_core.budget.calibration import ROUNDS, epsilons, first_spec
 from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import default_label, read_cells, require_column, require_names
+from sottovoce_core.data.columns import choose_label, read_cells, require_names
 from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import alike, class_named, texts_of
 from sottovoce_core.data.files import READABLE, RawTable
@@ -237,10 +237,10 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     label = default = wishes.label
     if wishes.file.suffix.lower() != ".npz":
         names, guess, header = _columns(wishes.file, label)
-        default = default_label(names)
+        default = choose_label(names, None, "")
         asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
         if label is not None:
-            require_column(names, label, "--label must be one of the columns", header)
+            choose_label(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
     usual = wishes.label is None and label == default  # which is no reason to take a first line for names
@@ -314,7 +314,7 @@ def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]
         raise SpecError(f"{path} must have a label column and a feature column, got none")
     text = [normal(name) for name, column in cells.items() if any(_is_text(cell) for cell in column)]
     if "label" in names or "y" in names or len(text) != 1:
-        return names, default_label(names), header
+        return names, choose_label(names, None, ""), header
     return names, text[0], header
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -163,12 +163,12 @@ def _unpacked(content: bytes, place: str, original: Original) -> bytes:
     most = 2 * original.size + (1 << 20)
     try:
         with ExitStack() as opened:
-            file: IO[bytes] | gzip.GzipFile
+            file: Any
             if member:
                 file = opened.enter_context(zipfile.ZipFile(io.BytesIO(content))).open(member)
             else:
                 file = gzip.GzipFile(fileobj=io.BytesIO(content))
-            found = opened.enter_context(file).read(most + 1)
+            found: bytes = opened.enter_context(file).read(most + 1)
     except KeyError:
         raise DataError(f"the zip archive must hold {member}, and does not") from None
     except _BROKEN:

@@ -22,15 +22,14 @@ from sottovoce_client.wording import NOTHING, count, number, plural
 from sottovoce_core.algorithms.setting import Caveat
 from sottovoce_core.arrays import AnyArray
 from sottovoce_core.data import PlacedData
-from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import read_cells, require_column, require_names
+from sottovoce_core.data.columns import read_cells, require_names
 from sottovoce_core.data.dataset import encode_file, read_source, schema_reads
 from sottovoce_core.data.drafting import Draft, draft
 from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce_core.data.fields import Category, Date, Number
 from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.spec import Schema
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
 from sottovoce_core.spec import RunSpec
@@ -64,11 +63,10 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     require_new(out)
     header = require_names(schema_reads(sample), label)
     columns = read_cells(sample)[0]
-    if label is not None:
-        names = [*map(normal, columns)]
-        require_column(names, normal(label), f"--label must be one of the columns of {sample}", header)
     try:
         made = draft(columns, label, header)
+    except SpecError as error:
+        raise SpecError(f"{sample}: {error}") from None
     except DataError as error:
         told = str(error)
         raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray
-from sottovoce_core.data.columns import column_features, read_cells
+from sottovoce_core.data.columns import read_cells, read_features
 from sottovoce_core.data.dataset import load_dataset, read_source, schema_reads
 from sottovoce_core.data.encoding import Encoder, map_labels, texts_of
-from sottovoce_core.data.files import READABLE, npz_features
+from sottovoce_core.data.files import READABLE
 from sottovoce_core.data.known import KNOWN
 from sottovoce_core.data.live import LiveRecords
 from sottovoce_core.errors import DataError, SpecError
@@ -102,10 +102,7 @@ class Inputs:
                 many = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
                 raise DataError(f"{path}: {many}; the first is row {row} (counted from 0), {why}")
             return found.features
-        if path.suffix.lower() == ".npz":
-            features, _ = npz_features(path)
-        else:
-            features, _ = column_features(path, self.columns, data.label)
+        features = read_features(path, self.columns, data.label)
         if not np.isfinite(features).all():
             row = int(np.argwhere(~np.isfinite(features))[0][0])
             raise DataError(f"{path}: row {row} (counted from 0) must have finite numbers alone")

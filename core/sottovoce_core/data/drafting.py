@@ -33,7 +33,7 @@ from sottovoce_core.data.cells import (
     number_of,
     plain_value,
 )
-from sottovoce_core.data.columns import default_label, require_column
+from sottovoce_core.data.columns import choose_label
 from sottovoce_core.data.encoding import alike
 from sottovoce_core.data.fields import LONGEST, truth_of
 from sottovoce_core.data.files import column_called
@@ -436,8 +436,8 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
             f"every column must have a name, and column {at} (counted from 0) has none: name it or drop it (pandas "
             "writes the index of a table so)"
         )
-    label = default_label([*named]) if label is None else normal(label)
-    require_column([*named], label, "the label must be one of the columns")
+    label = None if label is None else normal(label)
+    label = choose_label([*named], label, "the label must be one of the columns", header)
     missing_values = (*ALWAYS, *_find_gaps(named.values(), ALWAYS))
     seen = {name: _Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
