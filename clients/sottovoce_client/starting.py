@@ -19,7 +19,8 @@ from sottovoce_core.data.cells import normal
 from sottovoce_core.data.columns import choose_label, read_cells, require_names
 from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import alike, class_named, texts_of
-from sottovoce_core.data.files import READABLE, RawTable
+from sottovoce_core.data.files import RawTable
+from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.placement import place
@@ -82,7 +83,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class _Begun:
     """What was chosen.
 
     Attributes:
@@ -102,7 +103,7 @@ class Begun:
     notes: tuple[str, ...] = ()
 
 
-def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
+def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> _Begun:
     """Choose what was not said, by asking or as the file suggests, and make the spec.
 
     Args:
@@ -115,8 +116,6 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         SpecError: an option does not fit, or no spec keeps the wish.
         DataError: the records cannot be used.
     """
-    if wishes.file.suffix.lower() not in READABLE:
-        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {wishes.file}")
     require_source(wishes.file)
     asking = _Asking(ask, say)
     data, loss, table = _reading(wishes, asking)
@@ -155,11 +154,8 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     spec = first_spec(document, dataset, epsilon, rounds)
     shares = place(spec, dataset)
     spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
-    have = [len(own.labels) for own in shares.learners]
-    used = [int(own.offsets[-2]) for own in shares.learners]
-    left = max(own - learned for own, learned in zip(have, used, strict=True))
-    held = len(shares.test_labels)
-    text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
+    left = max(len(own.labels) - int(own.offsets[-2]) for own in shares.learners)
+    text = "\n".join(_lines(spec, wishes, folder, table, shares, (spent, left, unscaled))) + "\n"
     told = alike(dataset.class_names)
     notes = (
         unscaled,
@@ -167,7 +163,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         "" if table is None else constant_note(table),
         ALONE if spec.n_learners == 1 else "",
     )
-    return Begun(spec, text, spent, sum(have), left, tuple(filter(None, notes)))
+    return _Begun(spec, text, spent, sum(len(own.labels) for own in shares.learners), left, tuple(filter(None, notes)))
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------
@@ -383,35 +379,33 @@ def _some(texts: Sequence[str]) -> str:
 # ---- what is written ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """What came of the records.
-
-    Attributes:
-        epsilon: of the dearest one.
-        have: by learner.
-        left: of a learner's, at most, that no message shows.
-        held: out.
-        unscaled: why features are not, where nobody chose that.
-    """
-
-    epsilon: float
-    have: Sequence[int]
-    left: int
-    held: int
-    unscaled: str
-
-
 def _lines(
-    spec: RunSpec, wishes: Wishes, folder: Path, table: RawTable | None, wished: float, dealt: Dealt
+    spec: RunSpec,
+    wishes: Wishes,
+    folder: Path,
+    table: RawTable | None,
+    shares: PlacedData,
+    found: tuple[float, int, str],
 ) -> Iterator[str]:
-    """The file, line by line."""
+    """The file, line by line.
+
+    Args:
+        spec: the run.
+        wishes: what was said.
+        folder: where the file will lie.
+        table: the records without a schema.
+        shares: who learns which.
+        found: epsilon of the dearest record; the most records of a learner that no message shows; why features are not scaled,
+            where nobody chose that.
+    """
+    (spent, left, unscaled), wished, held = found, spec.privacy.budget, len(shares.test_labels)
     document = spec.model_dump(mode="json", exclude_defaults=True)
     noise = document["algorithm"]["noise"]["epsilon"] if "noise" in document["algorithm"] else 1.0
-    least, most = min(dealt.have), max(dealt.have)
+    own = [len(each.labels) for each in shares.learners]
+    least, most = min(own), max(own)
     have = count(least) if least == most else f"{count(least)} to {count(most)}"
     yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
-    yield f"# One record, which is learned once, costs epsilon {number(dealt.epsilon)} at most, of {wished:g} that were wished."
+    yield f"# One record, which is learned once, costs epsilon {number(spent)} at most, of {wished:g} that were wished."
     yield "# The promise is pure: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
@@ -449,13 +443,13 @@ def _lines(
         yield f"  partition: {_flow(document['data'].get('partition', {'kind': 'iid'}))}"
     if not (table is not None and table.round is not None):
         yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
-        if dealt.left:
-            yield f"  # so of a learner's records up to {count(dealt.left)} are not learned"
+        if left:
+            yield f"  # so of a learner's records up to {count(left)} are not learned"
     yield "  reuse: false  # each record once"
-    if dealt.held:
-        yield f"  # {count(dealt.held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
-    if dealt.unscaled:
-        yield f"  # {dealt.unscaled}"
+    if held:
+        yield f"  # {count(held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+    if unscaled:
+        yield f"  # {unscaled}"
     if wishes.schema is None:
         yield f"  scale: {spec.data.scale}"
     yield ""

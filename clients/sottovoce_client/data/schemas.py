@@ -23,7 +23,7 @@ from sottovoce_core.algorithms.setting import Caveat
 from sottovoce_core.arrays import AnyArray
 from sottovoce_core.data import PlacedData
 from sottovoce_core.data.columns import read_cells, require_names
-from sottovoce_core.data.dataset import encode_file, read_source, schema_reads
+from sottovoce_core.data.dataset import encode_file, read_source, require_source
 from sottovoce_core.data.drafting import Draft, draft
 from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce_core.data.fields import Category, Date, Number
@@ -61,7 +61,7 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    header = require_names(schema_reads(sample), label)
+    header = require_names(require_source(sample, schema=True), label)
     columns = read_cells(sample)[0]
     try:
         made = draft(columns, label, header)

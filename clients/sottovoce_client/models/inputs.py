@@ -10,9 +10,8 @@ import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray
 from sottovoce_core.data.columns import read_cells, read_features
-from sottovoce_core.data.dataset import load_dataset, read_source, schema_reads
+from sottovoce_core.data.dataset import load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import Encoder, map_labels, texts_of
-from sottovoce_core.data.files import READABLE
 from sottovoce_core.data.known import KNOWN
 from sottovoce_core.data.live import LiveRecords
 from sottovoce_core.errors import DataError, SpecError
@@ -83,7 +82,7 @@ class Inputs:
             SpecError: there is no such file, or it is of another format.
             DataError: it is unreadable, or its records are not those of the run.
         """
-        require_file(path)
+        require_source(path)
         rows = self.preparation(self._features(path))
         if rows.shape[1] != self.n_features:
             want, got = (width - self.preparation.intercept for width in (self.n_features, rows.shape[1]))
@@ -95,7 +94,7 @@ class Inputs:
     def _features(self, path: Path) -> FloatArray:
         data = self.spec.data
         if data.schema is not None:
-            cells, _, _ = read_cells(schema_reads(path))
+            cells, _, _ = read_cells(require_source(path, schema=True))
             found = Encoder.of(data.schema, self.spec.loss, data.positive).columns(cells, labelled=False)
             if found.refused:
                 row, why = next(iter(found.refused.items()))
@@ -111,18 +110,6 @@ class Inputs:
                 f"{path}: a record of this run has {len(self.preparation.shift)} features, got {features.shape[1]}"
             )
         return features
-
-
-def require_file(path: Path) -> None:
-    """Refuse what is no file of records by its name.
-
-    Raises:
-        SpecError: there is no such file, or it is of another format.
-    """
-    if path.suffix.lower() not in READABLE:
-        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
-    if not path.is_file():
-        raise SpecError(f"records must be in a file that exists, got {path}")
 
 
 def _require_same(spec: RunSpec, own: RunSpec) -> None:

@@ -267,9 +267,8 @@ def _codes(path: Path, table: Any) -> dict[str, Any]:
 
     def may_be(column: Any) -> bool:  # more digits than an integer has make a number
         floating = types.is_floating(column.type)
-        return types.is_integer(column.type) or (
-            floating and compute.all(compute.equal(column, compute.floor(column))).as_py()
-        )
+        whole = floating and compute.all(compute.equal(column, compute.floor(column))).as_py()
+        return bool(types.is_integer(column.type) or whole)
 
     if not (names := [name for name in table.column_names if may_be(table.column(name))]):
         return {}

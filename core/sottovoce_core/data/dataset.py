@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
-from sottovoce_core.data.cells import INDEX, is_index, normal
+from sottovoce_core.data.cells import normal
 from sottovoce_core.data.columns import OTHER_WIDTH, read_cells, read_columns
-from sottovoce_core.data.drafting import DIFFER, IDENTIFIER, are_gaps, is_identifier, may_identify, nearly_all_differ
+from sottovoce_core.data.drafting import require_learnable
 from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce_core.data.files import READABLE, SCHEMA_READS, RawTable, misfit, read_npz
 from sottovoce_core.data.known import KNOWN, VARIABLE, find, nearest
@@ -219,7 +219,7 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
         DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
     ragged = list[int]()
-    columns, learner, rounds = read_cells(schema_reads(path), ragged)
+    columns, learner, rounds = read_cells(require_source(path, schema=True), ragged)
     schema, there = encoder.schema, {normal(name) for name in columns}
     declared = [*schema.features, schema.label.name]
     wanted = {name: name in there for name in declared}
@@ -231,23 +231,20 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
     return found, learner, rounds
 
 
-def schema_reads(path: Path) -> Path:
-    """A file that a schema can read, by its name.
+def require_source(path: Path, *, schema: bool = False) -> Path:
+    """The path of a file of records, where there is one.
+
+    Args:
+        path: of the file.
+        schema: whether a schema is to read it.
 
     Raises:
         SpecError: there is no such file, or it is of another format.
     """
-    if path.suffix.lower() not in SCHEMA_READS:
+    if schema and path.suffix.lower() not in SCHEMA_READS:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
-    return require_source(path)
-
-
-def require_source(path: Path) -> Path:
-    """The file, where there is one.
-
-    Raises:
-        SpecError: there is none.
-    """
+    if path.suffix.lower() not in READABLE:
+        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
     if path.is_dir():
         raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
@@ -292,7 +289,7 @@ def _check(table: RawTable, source: str) -> None:
     for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
         _check_length(name, values, len(table.features), source)
     _check_finite(table, table.features, table.labels, source)
-    _check_fields(table, source)
+    require_learnable(table, source)
     if table.test is not None:
         features, labels = table.test
         if features.shape[1] != table.features.shape[1]:
@@ -331,34 +328,6 @@ def _finite(number: float) -> str:
     if np.isfinite(number):
         return f"must be between -{LARGEST:g} and {LARGEST:g}, got a larger number: rescale the column, or drop it"
     return f"must be a finite number, got {number}"
-
-
-def _check_fields(table: RawTable, source: str) -> None:
-    """No column is an index or names records, and every label is one: as `init --schema-only` sees it."""
-    for k, name in enumerate(table.columns or ()):
-        values = table.features[:, k]
-        why = INDEX if is_index(name) else ""
-        if may_identify(name) and (values == np.floor(values)).all():
-            why = IDENTIFIER if is_identifier(name, len(np.unique(values)), len(values)) else why
-        if why:
-            raise DataError(
-                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
-                "ignored in a schema"
-            )
-    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    if labels.dtype.kind != "U":
-        return
-    words = np.unique(labels).tolist()
-    if nearly_all_differ(len(words), len(labels)):
-        raise DataError(
-            f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label"
-        )
-    if gaps := are_gaps(words):
-        missing = int(np.isin(labels, gaps).sum())
-        raise DataError(
-            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
-            "or a word for it such as NA or ?): drop these, or choose another label"
-        )
 
 
 def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:

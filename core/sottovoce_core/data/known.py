@@ -105,11 +105,11 @@ VARIABLE = "SOTTOVOCE_DATA"
 
 def data_folders() -> tuple[Path, ...]:
     """Folders with `NAME.npz`, in the order in which they are looked at: $SOTTOVOCE_DATA, where it is set, then the cache."""
-    own, cache = os.environ.get(VARIABLE), cache_folder()
+    own, cache = os.environ.get(VARIABLE), _cache_folder()
     return (*([Path(own)] if own else []), *([cache] if cache else []))
 
 
-def cache_folder() -> Path | None:
+def _cache_folder() -> Path | None:
     """The user's cache, as the system has it; None without platformdirs, which the extra `audit` brings."""
     try:
         found: Path = importlib.import_module("platformdirs").user_cache_path("sottovoce", appauthor=False)
