@@ -52,7 +52,7 @@ _MOST_METRICS = 16 * 1024**2
 _LEAST_FREE = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
-    "audit": ("pyarrow", "jinja2", "matplotlib", "pooch", "scipy"),
+    "audit": ("pyarrow", "jinja2", "matplotlib", "requests", "scipy"),
     "fast": ("uvloop",),
     "feed": HTTP.modules,
     "accounting": ("dp_accounting",),

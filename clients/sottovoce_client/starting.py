@@ -15,17 +15,17 @@ import numpy as np
 from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
 from sottovoce_core.budget.calibration import ROUNDS, epsilons, first_spec
-from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import choose_label, read_cells, require_names
+from sottovoce_core.data.columns import choose_label, read_names
 from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import alike, class_named, texts_of
-from sottovoce_core.data.files import RawTable
+from sottovoce_core.data.files import PLACEMENT, RawTable
 from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, load_schema, parse_spec
+from sottovoce_core.text import in_short
 from sottovoce_core.yaml_files import write_yaml
 
 Ask = Callable[[str, str], str]
@@ -41,8 +41,6 @@ PARTITIONS: Mapping[str, Mapping[str, Any]] = {
 }
 SCALES = ("standard", "range", "none")
 TASKS = ("classify", "regress")
-_SHOWN = 12
-"""Columns and labels that are named."""
 _UNSCALED = (
     "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema with "
     "bounds"
@@ -195,7 +193,7 @@ class _Asking:
                 raise SpecError(f"{option} must be one of {', '.join(allowed)}, got {text!r}")
             return text
 
-        shown = question if list(allowed) == [default] else f"{question} ({', '.join(allowed[:_SHOWN])})"
+        shown = question if list(allowed) == [default] else f"{question} ({in_short(allowed)})"
         return self.settle(shown, None if given is None else parsed(given), default, parsed)
 
     def number(self, question: str, given: float | None, default: float | None, option: str) -> float:
@@ -234,7 +232,7 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     if wishes.file.suffix.lower() != ".npz":
         names, guess, header = _columns(wishes.file, label)
         default = choose_label(names, None, "")
-        asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
+        asking.say(f"{plural(len(names), 'column')}: {in_short(names)}")
         if label is not None:
             choose_label(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
@@ -244,7 +242,7 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     asking.say(f"{plural(len(table.labels), 'record')} of {plural(table.features.shape[1], 'feature')}")
     found = classes_of(table)
     asking.say(
-        "labels are numbers" if found is None else f"labels: {_some([f'{name} ({count(n)})' for name, n in found])}"
+        "labels are numbers" if found is None else f"labels: {in_short([f'{name} ({count(n)})' for name, n in found])}"
     )
     guess = "regress" if found is None else "classify"
     task = asking.one("task", wishes.task, guess, TASKS, "--task")
@@ -286,13 +284,13 @@ def _loss(
     def parsed(text: str) -> tuple[str, ...]:
         chosen = tuple(class_named(part.strip(), classes) for part in text.split(","))
         if unknown := [each for each in chosen if each not in classes]:
-            raise SpecError(f"--positive must name labels that occur, {_some(classes)}, got {unknown[0]!r}")
+            raise SpecError(f"--positive must name labels that occur, {in_short(classes)}, got {unknown[0]!r}")
         if len(set(chosen)) == len(classes):
-            raise SpecError(f"--positive must name some of the labels {_some(classes)}, not all")
+            raise SpecError(f"--positive must name some of the labels {in_short(classes)}, not all")
         return chosen
 
     given = None if wishes.positive is None else parsed(",".join(wishes.positive))
-    positive = asking.settle(f"which label counts as 1 ({_some(classes)})", given, classes[-1], parsed)
+    positive = asking.settle(f"which label counts as 1 ({in_short(classes)})", given, classes[-1], parsed)
     data["positive"] = [_as_number(each) for each in positive]
     return {"kind": "logistic", "ridge": 0.001, "feature_bound": 1.0}
 
@@ -303,25 +301,14 @@ def _as_number(text: str) -> int | str:
 
 def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
     """Names of columns that may be the label, which of them probably is, and why these are names."""
-    header = require_names(path, label)
-    cells, _, _ = read_cells(path)
-    names = [normal(name) for name in cells]
+    kinds, header = read_names(path, label)
+    names = [name for name in kinds if name not in PLACEMENT]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
-    text = [normal(name) for name, column in cells.items() if any(_is_text(cell) for cell in column)]
-    if "label" in names or "y" in names or len(text) != 1:
+    words = [name for name in names if kinds[name]]
+    if "label" in names or "y" in names or len(words) != 1:
         return names, choose_label(names, None, ""), header
-    return names, text[0], header
-
-
-def _is_text(cell: Any) -> bool:
-    if not isinstance(cell, str):
-        return False
-    try:
-        float(cell)
-    except ValueError:
-        return bool(cell.strip())
-    return False
+    return names, words[0], header
 
 
 def _loaded(document: Mapping[str, Any]) -> Dataset:
@@ -370,10 +357,6 @@ def _name(wishes: Wishes) -> str:
         return wishes.name
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", wishes.file.stem).strip("-._")
     return plain[:63] or "run"
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------------

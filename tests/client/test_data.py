@@ -34,7 +34,7 @@ from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import parse_spec
 from tests.originals import rebuilt
 
-pytest.importorskip("pooch")
+pytest.importorskip("requests")
 pytest.importorskip("pyarrow")
 LETTERS = b"T,2,8,3,5,1,8,13,0,6,6,10,8,0,8,0,8\nI,5,12,3,7,2,10,5,5,4,13,3,9,2,8,4,10\n"
 

@@ -11,11 +11,11 @@ import gzip
 import hashlib
 import io
 import os
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,7 +66,7 @@ def fetch(
         files, came = {}, {}
         for original in source.originals:
             came[original.name], files[original.name] = _had(
-                original, source, _places(original, elsewhere), _Carrier(work, progress, retries)
+                original, source, _places(original, elsewhere), progress, retries
             )
         progress.add_task(f"{source.name}: converting", total=None)
         arrays: dict[str, Any] = convert(source, files)
@@ -128,12 +128,14 @@ def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
     return (str(next((path for path in paths if path.is_file()), paths[0])),)
 
 
-def _had(original: Original, source: KnownSource, places: tuple[str, ...], carrier: _Carrier) -> tuple[str, bytes]:
+def _had(
+    original: Original, source: KnownSource, places: tuple[str, ...], progress: Progress, retries: int
+) -> tuple[str, bytes]:
     """The content of an original, from the first of its places that has it, and that place."""
     refusals = []
     for place in places:
         try:
-            return place, _checked(_unpacked(carrier.bring(place, original), place, original), original)
+            return place, _checked(_unpacked(_brought(place, original, progress, retries), place, original), original)
         except (Unavailable, DataError) as error:
             refusals.append(f"  {place}: {error}")
     files = ", ".join(each.name for each in source.originals)
@@ -197,90 +199,37 @@ def _checked(content: bytes, original: Original) -> bytes:
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 
-class _Meter:
-    """A progress bar as pooch drives one; ends a download that is longer than it may be."""
+def _brought(place: str, original: Original, progress: Progress, retries: int) -> bytes:
+    """What lies at a place.
 
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress, self._task = progress, progress.add_task(what, total=None)
-        self.received = 0
-
-    @property
-    def total(self) -> int:
-        return 0
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._progress.update(self._task, total=size or None)
-
-    def update(self, size: int) -> None:
-        self.received += size
-        if self.received > MOST_BYTES + _CHUNK:
-            raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
-        self._progress.update(self._task, completed=self.received)
-
-    def reset(self) -> None:
-        self.received = 0
-
-    def close(self) -> None:
-        """The task goes when its carrier has what it wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Carrier:
-    """Brings files from where they lie.
-
-    Attributes:
-        work: a folder for downloads.
-        progress: shows how far they are.
-        retries: how often one that broke off is begun anew.
+    Raises:
+        Unavailable: it cannot be had.
+        DataError: it is longer than anything that is expected.
     """
-
-    work: Path
-    progress: Progress
-    retries: int
-
-    def bring(self, place: str, original: Original) -> bytes:
-        """What lies there.
-
-        Raises:
-            Unavailable: it cannot be had.
-            DataError: it is longer than anything that is expected.
-        """
-        if "://" not in place:
-            try:
-                return Path(place).read_bytes()
-            except OSError as error:
-                raise Unavailable(f"cannot be read: {error.strerror}") from None
-        path = self._downloaded(place.partition("#")[0], original)
-        content = path.read_bytes()
-        path.unlink()
-        return content
-
-    def _downloaded(self, url: str, original: Original) -> Path:
-        pooch = import_extra("pooch", "pooch", "sottovoce data fetch")
-        errors = import_extra("requests.exceptions", "requests", "sottovoce data fetch")
-        pooch.get_logger().setLevel("ERROR")  # what goes wrong is said by us
-        meter = _Meter(self.progress, original.name)
-        once = pooch.HTTPDownloader(
-            progressbar=meter, chunk_size=_CHUNK, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
-        )
-
-        def download(place: str, output: str, _: object) -> None:
-            meter.reset()
-            try:
-                once(place, output, None)
-            except errors.RequestException as error:
-                if _worth_another_try(error, meter.received, errors):
-                    raise
-                raise Unavailable(_why(error, meter.received, errors)) from None
-
-        keeper = pooch.create(
-            path=self.work, base_url="", registry={"file": None}, urls={"file": url}, retry_if_failed=self.retries
-        )
+    if "://" not in place:
         try:
-            return Path(keeper.fetch("file", downloader=download))
-        except errors.RequestException as error:
-            raise Unavailable(_why(error, meter.received, errors)) from None
+            return Path(place).read_bytes()
+        except OSError as error:
+            raise Unavailable(f"cannot be read: {error.strerror}") from None
+    requests = import_extra("requests", "requests", "sottovoce data fetch")
+    url, task, tried = place.partition("#")[0], progress.add_task(original.name, total=None), 0
+    while True:
+        content = bytearray()
+        try:
+            with requests.get(url, stream=True, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}) as answer:
+                answer.raise_for_status()
+                progress.update(task, total=int(answer.headers.get("Content-Length", 0)) or None)
+                for chunk in answer.iter_content(_CHUNK):
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
+                    progress.update(task, completed=len(content))
+            return bytes(content)
+        except requests.RequestException as error:
+            if tried == retries or not _worth_another_try(error, len(content), requests.exceptions):
+                raise Unavailable(_why(error, len(content), requests.exceptions)) from None
+        tried += 1
+        time.sleep(tried)
 
 
 def _worth_another_try(error: Any, received: int, errors: Any) -> bool:

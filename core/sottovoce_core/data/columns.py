@@ -33,7 +33,7 @@ from sottovoce_core.yaml_files import format_of
 
 _TOLD = 12
 """Columns of which an error says what is wrong."""
-_DECLARE = "declare its fields in a schema (`sottovoce init --schema-only` drafts one from public records)"
+_DECLARE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
 _MORE = 2**16
 """Bytes after the first line of a `.csv` file that may tell that it is another format."""
 _LONGEST_LINE = 2**24
@@ -120,23 +120,24 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
     return columns, learner, rounds
 
 
-def require_names(path: Path, label: str | None = None) -> str | None:
-    """Refuse a `.csv` file whose first line is a record.
+def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], str | None]:
+    """The names of the columns of a `.csv` or `.parquet` file.
 
     Args:
         path: the file; its suffix tells the format.
         label: the label column, where somebody has said it.
 
     Returns:
-        Why the first line is taken for names, as `RawTable.header`.
+        Whether a column holds words, by its name as it is compared; and why the first line is taken for names, as
+        `RawTable.header`.
 
     Raises:
-        DataError, SpecError: as `read_columns`.
+        DataError, SpecError: as `read_columns`; also where the first line of a `.csv` is a record.
     """
-    if path.suffix.lower() != ".csv":
-        return None
     table = _arrow_table(path)
-    return why_names([*map(normal, table.column_names)], table.column, label, path)
+    kinds = {normal(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
+    is_csv = path.suffix.lower() == ".csv"
+    return kinds, why_names([*kinds], table.column, label, path) if is_csv else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +202,7 @@ class _File:
         if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
             told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
             it = "it" if len(wrong) == 1 else "them"
-            advice = f"{_DECLARE}, or drop {it}"
-            if not all(self._is_declarable(name) for name, _ in wrong):
-                advice = f"drop {it}" + (
-                    f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else ""
-                )
-            raise DataError(f"{self.path}: {told}; {advice}")
+            raise DataError(f"{self.path}: {told}; {_DECLARE}, or drop {it}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
 
     def _no_feature(self, name: str) -> str:
@@ -219,16 +215,6 @@ class _File:
         if is_numeric(column.type) or column.type == "bool":
             return f"must be numeric, got {DIGITS}" if _loses_digits(column) else ""
         return "" if column.type == "null" else f"must be numeric, got type {column.type}"
-
-    def _is_declarable(self, name: str) -> bool:
-        """Whether a schema can have a field for a column."""
-        if is_index(name):
-            return False
-        if self.path.suffix.lower() == ".csv":  # all of which is text to a schema
-            return True
-        types, kind = _arrow().types, self.column(name).type
-        odd = (types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-        return not any(each(kind) for each in (*odd, types.is_time, types.is_duration, types.is_interval))
 
 
 def _loses_digits(column: Any) -> bool:

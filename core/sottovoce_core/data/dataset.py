@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, loses_digits
 from sottovoce_core.data.cells import normal
 from sottovoce_core.data.columns import OTHER_WIDTH, read_cells, read_columns
 from sottovoce_core.data.drafting import require_learnable
@@ -90,13 +89,6 @@ def _vital_signs() -> RawTable:
     )
 
 
-class Labelled(NamedTuple):
-    """Records with their labels: `(records, features)` and `(records,)`."""
-
-    features: FloatArray
-    labels: FloatArray
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Records of one source, before anybody got any of them.
@@ -111,7 +103,7 @@ class Dataset:
             learners of the run.
         learner_names: names that the source calls learners by.
         round: `(records,)` the round in which a record is learned.
-        test: a part that the source itself holds out.
+        test: a part that the source itself holds out: `(records, features)` and `(records,)`.
         class_names: what the source calls the classes, by rank; none where the label is a number.
     """
 
@@ -122,7 +114,7 @@ class Dataset:
     learner: IntArray | None = None
     learner_names: tuple[str, ...] | None = None
     round: IntArray | None = None
-    test: Labelled | None = None
+    test: Batch | None = None
     class_names: tuple[str, ...] = ()
 
 
@@ -147,11 +139,10 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
     n = len(table.features)
-    learner, names = _learner_column(table.learner, data.source)
-    rounds = None if table.round is None else _indices(table.round, "round", data.source)
-    test = None if table.test is None else Labelled(table.test[0], mapped[n:])
+    test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(texts_of(np.unique(labels)))
-    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test, named)
+    placed = _placement(table.learner, table.round, data.source)
+    return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
 
 
 def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
@@ -196,19 +187,9 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
         raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
-    owners, names = _learner_column(learner, data.source)
-    placed = None if rounds is None else _indices(rounds, "round", data.source)
-    return Dataset(
-        data.source,
-        found.features,
-        found.labels,
-        found.classes,
-        owners,
-        names,
-        placed,
-        None,
-        schema.label.classes or (),
-    )
+    placed = _placement(learner, rounds, data.source)
+    named = schema.label.classes or ()
+    return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
 
 
 def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
@@ -330,12 +311,15 @@ def _finite(number: float) -> str:
     return f"must be a finite number, got {number}"
 
 
-def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:
-    """Learners as indices, and the names that they index where the column holds names."""
-    if values is None or values.dtype.kind not in "US":
-        return None if values is None else _indices(values, "learner", source), None
-    names, index = np.unique(values.astype(np.str_), return_inverse=True)
-    return index.astype(np.int64), tuple(str(name) for name in names)
+def _placement(
+    learner: AnyArray | None, rounds: AnyArray | None, source: str
+) -> tuple[IntArray | None, tuple[str, ...] | None, IntArray | None]:
+    """Learners as indices, the names that they index where the column holds names, and rounds."""
+    placed = None if rounds is None else _indices(rounds, "round", source)
+    if learner is None or learner.dtype.kind not in "US":
+        return None if learner is None else _indices(learner, "learner", source), None, placed
+    names, index = np.unique(learner.astype(np.str_), return_inverse=True)
+    return index.astype(np.int64), tuple(map(str, names)), placed
 
 
 def _indices(values: AnyArray, column: str, source: str) -> IntArray:

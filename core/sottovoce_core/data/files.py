@@ -16,6 +16,7 @@ import numpy as np
 from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, loses_digits
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_extra
+from sottovoce_core.text import in_short
 from sottovoce_core.yaml_files import format_of
 
 SCHEMA_READS = (".csv", ".parquet")
@@ -226,10 +227,6 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
 
 
-_SHOWN = 12
-"""Names that are listed."""
-
-
 def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str) -> str:
     """Why the columns of a table are not those of records; empty: they are.
 
@@ -257,8 +254,8 @@ def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collecti
 
 
 def listed(names: Collection[str]) -> str:
-    """Names for people."""
-    return ", ".join(map(repr, list(names)[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    """Names for people, in quotes."""
+    return in_short([*map(repr, names)])
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
