@@ -319,14 +319,12 @@ class Encoder:
     def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
         schema, n = self.schema, len(odd)
         nothing: Cells = [None] * n
-        features, at, nearly = np.zeros((n, schema.width)), 0, dict[str, Sequence[str]]()
+        features, nearly = np.zeros((n, schema.width)), dict[str, Sequence[str]]()
         refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
         for name, feature in schema.features.items():
-            end = at + len(feature.names(name))
-            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, at:end])
+            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, schema.places[name]])
             _refuse(refused, name, flaws)
             nearly |= _near(name, feature, cells.get(name, nothing), flaws)
-            at = end
         told = np.zeros(n)
         if labelled:
             told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
