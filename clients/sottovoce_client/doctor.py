@@ -13,8 +13,9 @@ import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -50,7 +51,7 @@ _MOST_METRICS = 16 * 1024**2
 _LEAST_FREE = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
-    "audit": ("pyarrow", "jinja2", "matplotlib", "pooch", "scipy"),
+    "audit": ("pyarrow", "jinja2", "matplotlib", "requests", "scipy"),
     "fast": ("uvloop",),
     "accounting": ("dp_accounting",),
     "metrics": ("prometheus_client",),
@@ -257,9 +258,8 @@ async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
 # ---- metrics --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What somebody says to a request for metrics.
+class _Answer(NamedTuple):
+    """What a request for metrics gets.
 
     Attributes:
         status: of HTTP; 0: it is none.
@@ -276,7 +276,7 @@ async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
     """Whether metrics are told there, by whom, and who else may read them on the way."""
     what = f"metrics {address}"
     try:
-        answer = await _asked(address, credentials.to_https())
+        answer = await asyncio.to_thread(_asked, address, credentials.to_https())
         found = [_told(what, answer)]
         if answer.certificate:
             shown = x509.load_der_x509_certificate(answer.certificate)
@@ -294,34 +294,32 @@ async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
         return [Finding(what, "wrong", _unanswered(error))]
 
 
-async def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
+def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
     """The answer to a request for metrics: in the clear, which whoever speaks TLS ends at once, or else over TLS.
 
     Raises:
         SpecError: this is no address.
-        OSError, TimeoutError: nobody answers, or one of the two does not believe the other.
+        OSError: nobody answers in time, or one of the two does not believe the other.
     """
     host, port = Scraped(address).place()
-    async with asyncio.timeout(_REACH_S):
-        answer = await _said(host, port, None)
-        return answer if answer.status or tls is None else await _said(host, port, tls)
+    answer = _said(HTTPConnection(host, port, timeout=_REACH_S))
+    if answer.status or tls is None:
+        return answer
+    return _said(HTTPSConnection(host, port, timeout=_REACH_S, context=tls))
 
 
-async def _said(host: str, port: int, tls: ssl.SSLContext | None) -> _Answer:
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
-    try:
-        own, said = writer.get_extra_info("ssl_object"), bytearray()
-        certificate = (own.getpeercert(True) or b"") if own else b""
-        with contextlib.suppress(ConnectionResetError):  # with what was said until then
-            writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            while len(said) < _MOST_METRICS and (more := await reader.read(_MOST_METRICS)):
-                said += more
-    finally:
-        writer.transport.abort()
-    head, _, body = bytes(said).partition(b"\r\n\r\n")
-    words = head.split(None, 2)
-    status = int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") and words[1].isdigit() else 0
-    return _Answer(status, body.decode(errors="replace"), certificate)
+def _said(connection: HTTPConnection) -> _Answer:
+    certificate = b""
+    with contextlib.closing(connection):
+        connection.connect()
+        if isinstance(connection.sock, ssl.SSLSocket):
+            certificate = connection.sock.getpeercert(True) or b""
+        try:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            return _Answer(answer.status, answer.read(_MOST_METRICS).decode(errors="replace"), certificate)
+        except (HTTPException, ConnectionResetError):
+            return _Answer(0, "", certificate)
 
 
 def _told(what: str, answer: _Answer) -> Finding:

@@ -15,16 +15,17 @@ import numpy as np
 from sottovoce_client.data.catalogue import classes_of, constant_note
 from sottovoce_client.wording import ALONE, count, number, plural
 from sottovoce_core.budget.calibration import ROUNDS, epsilons, first_spec
-from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import default_label, read_cells, require_column, require_names
+from sottovoce_core.data.columns import choose_label, read_names
 from sottovoce_core.data.dataset import Dataset, load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import alike, class_named, texts_of
-from sottovoce_core.data.files import READABLE, RawTable
+from sottovoce_core.data.files import PLACEMENT, RawTable
+from sottovoce_core.data.schedule import PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.running.placement import place
 from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec, load_schema, parse_spec
+from sottovoce_core.text import in_short
 from sottovoce_core.yaml_files import write_yaml
 
 Ask = Callable[[str, str], str]
@@ -40,8 +41,6 @@ PARTITIONS: Mapping[str, Mapping[str, Any]] = {
 }
 SCALES = ("standard", "range", "none")
 TASKS = ("classify", "regress")
-_SHOWN = 12
-"""Columns and labels that are named."""
 _UNSCALED = (
     "no record is held out, so features are not scaled; rows are cut to norm 1: scale them, or declare a schema with "
     "bounds"
@@ -82,7 +81,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class _Begun:
     """What was chosen.
 
     Attributes:
@@ -102,7 +101,7 @@ class Begun:
     notes: tuple[str, ...] = ()
 
 
-def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
+def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> _Begun:
     """Choose what was not said, by asking or as the file suggests, and make the spec.
 
     Args:
@@ -115,8 +114,6 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         SpecError: an option does not fit, or no spec keeps the wish.
         DataError: the records cannot be used.
     """
-    if wishes.file.suffix.lower() not in READABLE:
-        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {wishes.file}")
     require_source(wishes.file)
     asking = _Asking(ask, say)
     data, loss, table = _reading(wishes, asking)
@@ -155,11 +152,8 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
     spec = first_spec(document, dataset, epsilon, rounds)
     shares = place(spec, dataset)
     spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
-    have = [len(own.labels) for own in shares.learners]
-    used = [int(own.offsets[-2]) for own in shares.learners]
-    left = max(own - learned for own, learned in zip(have, used, strict=True))
-    held = len(shares.test_labels)
-    text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held, unscaled))) + "\n"
+    left = max(len(own.labels) - int(own.offsets[-2]) for own in shares.learners)
+    text = "\n".join(_lines(spec, wishes, folder, table, shares, (spent, left, unscaled))) + "\n"
     told = alike(dataset.class_names)
     notes = (
         unscaled,
@@ -167,7 +161,7 @@ def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], No
         "" if table is None else constant_note(table),
         ALONE if spec.n_learners == 1 else "",
     )
-    return Begun(spec, text, spent, sum(have), left, tuple(filter(None, notes)))
+    return _Begun(spec, text, spent, sum(len(own.labels) for own in shares.learners), left, tuple(filter(None, notes)))
 
 
 # ---- what is asked -----------------------------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ class _Asking:
                 raise SpecError(f"{option} must be one of {', '.join(allowed)}, got {text!r}")
             return text
 
-        shown = question if list(allowed) == [default] else f"{question} ({', '.join(allowed[:_SHOWN])})"
+        shown = question if list(allowed) == [default] else f"{question} ({in_short(allowed)})"
         return self.settle(shown, None if given is None else parsed(given), default, parsed)
 
     def number(self, question: str, given: float | None, default: float | None, option: str) -> float:
@@ -237,10 +231,10 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     label = default = wishes.label
     if wishes.file.suffix.lower() != ".npz":
         names, guess, header = _columns(wishes.file, label)
-        default = default_label(names)
-        asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
+        default = choose_label(names, None, "")
+        asking.say(f"{plural(len(names), 'column')}: {in_short(names)}")
         if label is not None:
-            require_column(names, label, "--label must be one of the columns", header)
+            choose_label(names, label, "--label must be one of the columns", header)
         label = asking.one("label column", label, guess, names, "--label")
         data["label"] = label
     usual = wishes.label is None and label == default  # which is no reason to take a first line for names
@@ -248,7 +242,7 @@ def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str,
     asking.say(f"{plural(len(table.labels), 'record')} of {plural(table.features.shape[1], 'feature')}")
     found = classes_of(table)
     asking.say(
-        "labels are numbers" if found is None else f"labels: {_some([f'{name} ({count(n)})' for name, n in found])}"
+        "labels are numbers" if found is None else f"labels: {in_short([f'{name} ({count(n)})' for name, n in found])}"
     )
     guess = "regress" if found is None else "classify"
     task = asking.one("task", wishes.task, guess, TASKS, "--task")
@@ -290,13 +284,13 @@ def _loss(
     def parsed(text: str) -> tuple[str, ...]:
         chosen = tuple(class_named(part.strip(), classes) for part in text.split(","))
         if unknown := [each for each in chosen if each not in classes]:
-            raise SpecError(f"--positive must name labels that occur, {_some(classes)}, got {unknown[0]!r}")
+            raise SpecError(f"--positive must name labels that occur, {in_short(classes)}, got {unknown[0]!r}")
         if len(set(chosen)) == len(classes):
-            raise SpecError(f"--positive must name some of the labels {_some(classes)}, not all")
+            raise SpecError(f"--positive must name some of the labels {in_short(classes)}, not all")
         return chosen
 
     given = None if wishes.positive is None else parsed(",".join(wishes.positive))
-    positive = asking.settle(f"which label counts as 1 ({_some(classes)})", given, classes[-1], parsed)
+    positive = asking.settle(f"which label counts as 1 ({in_short(classes)})", given, classes[-1], parsed)
     data["positive"] = [_as_number(each) for each in positive]
     return {"kind": "logistic", "ridge": 0.001, "feature_bound": 1.0}
 
@@ -307,25 +301,14 @@ def _as_number(text: str) -> int | str:
 
 def _columns(path: Path, label: str | None) -> tuple[list[str], str, str | None]:
     """Names of columns that may be the label, which of them probably is, and why these are names."""
-    header = require_names(path, label)
-    cells, _, _ = read_cells(path)
-    names = [normal(name) for name in cells]
+    kinds, header = read_names(path, label)
+    names = [name for name in kinds if name not in PLACEMENT]
     if not names:
         raise SpecError(f"{path} must have a label column and a feature column, got none")
-    text = [normal(name) for name, column in cells.items() if any(_is_text(cell) for cell in column)]
-    if "label" in names or "y" in names or len(text) != 1:
-        return names, default_label(names), header
-    return names, text[0], header
-
-
-def _is_text(cell: Any) -> bool:
-    if not isinstance(cell, str):
-        return False
-    try:
-        float(cell)
-    except ValueError:
-        return bool(cell.strip())
-    return False
+    words = [name for name in names if kinds[name]]
+    if "label" in names or "y" in names or len(words) != 1:
+        return names, choose_label(names, None, ""), header
+    return names, words[0], header
 
 
 def _loaded(document: Mapping[str, Any]) -> Dataset:
@@ -376,42 +359,36 @@ def _name(wishes: Wishes) -> str:
     return plain[:63] or "run"
 
 
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
-
-
 # ---- what is written ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """What came of the records.
-
-    Attributes:
-        epsilon: of the dearest one.
-        have: by learner.
-        left: of a learner's, at most, that no message shows.
-        held: out.
-        unscaled: why features are not, where nobody chose that.
-    """
-
-    epsilon: float
-    have: Sequence[int]
-    left: int
-    held: int
-    unscaled: str
-
-
 def _lines(
-    spec: RunSpec, wishes: Wishes, folder: Path, table: RawTable | None, wished: float, dealt: Dealt
+    spec: RunSpec,
+    wishes: Wishes,
+    folder: Path,
+    table: RawTable | None,
+    shares: PlacedData,
+    found: tuple[float, int, str],
 ) -> Iterator[str]:
-    """The file, line by line."""
+    """The file, line by line.
+
+    Args:
+        spec: the run.
+        wishes: what was said.
+        folder: where the file will lie.
+        table: the records without a schema.
+        shares: who learns which.
+        found: epsilon of the dearest record; the most records of a learner that no message shows; why features are not scaled,
+            where nobody chose that.
+    """
+    (spent, left, unscaled), wished, held = found, spec.privacy.budget, len(shares.test_labels)
     document = spec.model_dump(mode="json", exclude_defaults=True)
     noise = document["algorithm"]["noise"]["epsilon"] if "noise" in document["algorithm"] else 1.0
-    least, most = min(dealt.have), max(dealt.have)
+    own = [len(each.labels) for each in shares.learners]
+    least, most = min(own), max(own)
     have = count(least) if least == most else f"{count(least)} to {count(most)}"
     yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
-    yield f"# One record, which is learned once, costs epsilon {number(dealt.epsilon)} at most, of {wished:g} that were wished."
+    yield f"# One record, which is learned once, costs epsilon {number(spent)} at most, of {wished:g} that were wished."
     yield "# The promise is pure: it holds at delta 0, and so at any other delta."
     yield "#"
     yield "# Next:"
@@ -449,13 +426,13 @@ def _lines(
         yield f"  partition: {_flow(document['data'].get('partition', {'kind': 'iid'}))}"
     if not (table is not None and table.round is not None):
         yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
-        if dealt.left:
-            yield f"  # so of a learner's records up to {count(dealt.left)} are not learned"
+        if left:
+            yield f"  # so of a learner's records up to {count(left)} are not learned"
     yield "  reuse: false  # each record once"
-    if dealt.held:
-        yield f"  # {count(dealt.held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
-    if dealt.unscaled:
-        yield f"  # {dealt.unscaled}"
+    if held:
+        yield f"  # {count(held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+    if unscaled:
+        yield f"  # {unscaled}"
     if wishes.schema is None:
         yield f"  scale: {spec.data.scale}"
     yield ""

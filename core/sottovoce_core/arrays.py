@@ -48,7 +48,7 @@ class Batch:
         features: `(..., records, features)`.
         labels: `(..., records)`.
         present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
-        bounded_by: a loss whose bounds all records are known to obey as they are (`known_bounded`); None: that is not known.
+        bounded_by: a loss whose bounds all records are known to obey as they are (`obeying`); None: that is not known.
             A batch that is made from this one says nothing of it.
         bounded: the same records, made to obey the bounds of `bounded.bounded_by`, where somebody has done that already.
     """
@@ -58,10 +58,6 @@ class Batch:
     present: FloatArray | None = None
     bounded_by: object | None = field(default=None, init=False)
     bounded: Batch | None = field(default=None, init=False)
-
-    def known_bounded(self, loss: object) -> Batch:
-        """The same records, known to obey the bounds of a loss."""
-        return Batch.obeying(loss, self.features, self.labels, self.present)
 
     @classmethod
     def obeying(

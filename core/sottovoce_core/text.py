@@ -38,9 +38,9 @@ def called(names: Sequence[str], learner: int) -> str:
     return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
 
 
-def in_short(names: Sequence[str]) -> str:
+def in_short(names: Sequence[str], most: int = _MAX_NAMED) -> str:
     """Some of them, where there are many: an error has to fit into a status. `none` where there are none."""
     if not names:
         return "none"
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{more}"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

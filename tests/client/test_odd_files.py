@@ -136,11 +136,14 @@ def parquet(column: Any, label: Any = None) -> bytes:
 
 
 PARQUET: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
-    "list": (lambda _: ([[1.0, float(NUMBER)]] * MANY,), "got type list.*; drop it, or name it under ignored"),
-    "struct": (lambda _: ([{"x": CANARY}] * MANY,), "got type struct.*; drop it, or name it"),
-    "bytes": (lambda _: ([CANARY.encode()] * MANY,), "got type binary; drop it, or name it"),
-    "time": (lambda _: ([datetime.time(1, 2)] * MANY,), "got type time64.*; drop it, or name it"),
-    "length of time": (lambda _: ([datetime.timedelta(1)] * MANY,), "got type duration.*; drop it, or name it"),
+    "list": (lambda _: ([[1.0, float(NUMBER)]] * MANY,), "got type list.*; declare its fields in a schema, or ignore"),
+    "struct": (lambda _: ([{"x": CANARY}] * MANY,), "got type struct.*; declare its fields in a schema, or ignore"),
+    "bytes": (lambda _: ([CANARY.encode()] * MANY,), "got type binary; declare its fields in a schema, or ignore"),
+    "time": (lambda _: ([datetime.time(1, 2)] * MANY,), "got type time64.*; declare its fields in a schema, or ignore"),
+    "length of time": (
+        lambda _: ([datetime.timedelta(1)] * MANY,),
+        "got type duration.*; declare its fields in a schema, or ignore",
+    ),
     "timestamp": (lambda _: ([datetime.datetime(2024, 1, 1)] * MANY,), "got type timestamp.*; declare"),
     "text": (lambda _: ([CANARY] * MANY,), "got type string; declare"),
     "gaps": (lambda _: ([None, 1.0] * (MANY // 2),), "must hold a value, got an empty cell.* declare"),

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce_core.arrays import Batch
 from sottovoce_core.data import Dataset, LearnerData, PlacedData
-from sottovoce_core.data.dataset import Labelled
 from sottovoce_core.data.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.running.placement import place
 from sottovoce_core.spec import RunSpec
 
-NO_TEST = Labelled(np.empty((0, 1)), np.empty(0))
+NO_TEST = Batch(np.empty((0, 1)), np.empty(0))
 """A held-out part without records, so that all records are dealt out."""
 
 
@@ -185,7 +185,7 @@ def test_same_seed_same_placement() -> None:
 
 
 def test_test_part_of_the_source_is_used_in_place_of_a_split() -> None:
-    dataset = numbered(6, test=Labelled(np.array([[100.0]]), np.array([1.0])))
+    dataset = numbered(6, test=Batch(np.array([[100.0]]), np.array([1.0])))
     placed = place(run_spec(intercept=False), dataset)
     assert placed.test_features.tolist() == [[100.0]]
     assert sorted(i for learner in placed.learners for i in ids(learner.features)) == list(range(6))
@@ -193,7 +193,7 @@ def test_test_part_of_the_source_is_used_in_place_of_a_split() -> None:
 
 @pytest.mark.parametrize(("scale", "expected"), [("standard", (40 - 4) / 2), ("range", (40 - 2) / 4)])
 def test_scale_constants_come_from_the_held_out_part(scale: str, expected: float) -> None:
-    test = Labelled(np.column_stack([np.tile([2.0, 6.0], 3), np.full(6, 7.1)]), np.zeros(6))
+    test = Batch(np.column_stack([np.tile([2.0, 6.0], 3), np.full(6, 7.1)]), np.zeros(6))
     assert test.features[:, 1].std() > 0, "rounding must make the constant column look as if it varied"
     dataset = Dataset("numbers", np.array([[40.0, 9.1]]), np.zeros(1), test=test)
     learner = place(run_spec(learners=1, scale=scale), dataset).learners[0]
@@ -218,7 +218,7 @@ def test_intercept_is_a_last_column_of_ones(intercept: bool, n: int) -> None:
 
 
 def test_range_that_overflows_is_refused() -> None:
-    dataset = numbered(1, test=Labelled(np.array([[-1.7e308], [1.7e308]]), np.zeros(2)))
+    dataset = numbered(1, test=Batch(np.array([[-1.7e308], [1.7e308]]), np.zeros(2)))
     with np.errstate(over="ignore"), pytest.raises(DataError, match="range of column 0"):
         place(run_spec(learners=1, scale="range"), dataset)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce_core.data import Dataset, load_dataset
-from sottovoce_core.data.known import KNOWN, cache_folder, data_folders
+from sottovoce_core.data.known import KNOWN, data_folders
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses.linear import Hinge, LeastSquares, Logistic, Ridge, Softmax
@@ -110,7 +110,7 @@ def test_folders_are_the_variable_then_the_cache(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SOTTOVOCE_DATA", raising=False)
     (cache,) = data_folders()
-    assert cache == cache_folder()
+    assert cache == tmp_path / "cache" / "sottovoce" / "data"
     monkeypatch.setenv("SOTTOVOCE_DATA", "")
     assert data_folders() == (cache,)
     monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.ldp_dol.accounting import _SensitivityRecursion
 from sottovoce_core.algorithms.ldp_dol.algorithm import LdpDol
-from sottovoce_core.arrays import FloatArray
+from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.audit import audit_simulated
 from sottovoce_core.auditing.online.canaries import CanaryTest, draw
 from sottovoce_core.auditing.online.watch import Watch
@@ -20,7 +20,7 @@ from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.swaps import swaps
 from sottovoce_core.budget.composition import dearest_record, message_losses, record_losses
 from sottovoce_core.data import PlacedData
-from sottovoce_core.data.dataset import Dataset, Labelled
+from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.errors import CheckFailed, DataError, NotReady, SpecError
 from sottovoce_core.experiment import Experiment
 from sottovoce_core.network.network import Network, PartialNetwork
@@ -375,7 +375,7 @@ def dataset(records: int = 64, **more: Any) -> Dataset:
     generator = np.random.default_rng(0)
     features = generator.normal(size=(records, 3))
     return Dataset(
-        "made up", features, (features[:, 0] > 0).astype(np.float64), test=Labelled(features[:8], np.zeros(8)), **more
+        "made up", features, (features[:, 0] > 0).astype(np.float64), test=Batch(features[:8], np.zeros(8)), **more
     )
 
 

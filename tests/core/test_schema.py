@@ -87,7 +87,6 @@ def test_features_stand_in_the_order_of_their_names() -> None:
 
     assert schema.names == turned.names == NAMES and schema.width == len(NAMES)
     assert schema == turned and hash(schema) == hash(turned)
-    assert schema.norm_bound == math.sqrt(5)
 
 
 def test_a_record_is_scaled_by_what_is_declared_alone() -> None:
@@ -483,7 +482,7 @@ def test_one_by_one_is_all_at_once(records: list[dict[str, Any]]) -> None:
     assert whole == together([one(record) for record in records])
     assert whole == told(ENCODER.columns({name: [record[name] for record in records] for name in _FIELDS}))
     assert np.abs(whole[0] or [[0.0]]).max() <= 1.0
-    assert (np.linalg.norm(np.asarray(whole[0] or [[0.0]]), axis=1) <= WARDS_SCHEMA.norm_bound + 1e-12).all()
+    assert (np.linalg.norm(np.asarray(whole[0] or [[0.0]]), axis=1) <= math.sqrt(5) + 1e-12).all()
 
 
 @given(st.lists(_NUMBERS, min_size=1, max_size=8))
@@ -860,7 +859,7 @@ def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSp
 def test_what_is_made_up_is_at_the_ends_and_in_the_middle() -> None:
     schema = WARDS_SCHEMA
     loud, quiet = schema.extreme(), schema.quiet()
-    assert np.linalg.norm(loud) == pytest.approx(schema.norm_bound)
+    assert np.linalg.norm(loud) == pytest.approx(math.sqrt(5))
     assert quiet.tolist()[1:] == [0, 1, 0, 1, 0, 0, 0] and abs(quiet[0]) < 1e-3
     for row in (loud, quiet, schema.opposite(loud), schema.opposite(schema.opposite(loud))):
         assert allowed(schema, [*row.tolist(), 1.0])

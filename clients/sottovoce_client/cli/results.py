@@ -49,12 +49,13 @@ def predict(
     """
     from sottovoce_client.documents import require_new
     from sottovoce_client.live.sending import At
-    from sottovoce_client.models import inputs, predicting
+    from sottovoce_client.models import predicting
     from sottovoce_client.terminal import print_json
     from sottovoce_client.wording import plural
+    from sottovoce_core.data.dataset import require_source
     from sottovoce_core.spec import load_spec
 
-    inputs.require_file(file)  # before anybody is asked
+    require_source(file)  # before anybody is asked
     predicting.require_writable(out)
     require_new(out)
     own = None if spec is None else load_spec(spec)

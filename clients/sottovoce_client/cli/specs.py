@@ -94,7 +94,7 @@ def init(
         return
     from sottovoce_client.documents import new_file, require_new
     from sottovoce_client.starting import Wishes, begin, next_commands
-    from sottovoce_client.terminal import print_json
+    from sottovoce_client.terminal import print_json, say, say_nothing
     from sottovoce_client.wording import plural
 
     asks = sys.stdin.isatty() and not common().as_json
@@ -116,7 +116,7 @@ def init(
     replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
     if not replaces:
         require_new(path)
-    begun = begin(wishes, path.parent, _ask if asks else None, _say if asks else _unheard)
+    begun = begin(wishes, path.parent, _ask if asks else None, say if asks else say_nothing)
     if replaces:
         path.unlink()  # it was asked for; what comes in its place is ready
     with new_file(path) as written:
@@ -151,14 +151,6 @@ def init(
 
 def _ask(question: str, usual: str) -> str:
     return str(typer.prompt(question, default=usual or None, err=True))
-
-
-def _say(text: str) -> None:
-    typer.echo(plain(text), err=True)
-
-
-def _unheard(text: str) -> None:
-    """Nobody is there to be told."""
 
 
 @data_app.command("list")
@@ -230,12 +222,12 @@ def fetch(
             continue
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            done = bring(source, folders[0], progress, elsewhere=elsewhere)
-        for each in done.came:
-            checked = "as published" if each.known else "no checksum of it is known: compare it with a copy you trust"
-            console.print(Text(f"{each.name}: {each.digest}, {checked}"))
-        console.print(Text(f"{source.name}: {done.path} (licence: {source.licence})"))
-        told.append({"name": source.name, "path": done.path, "came": done.came})
+            path, came = bring(source, folders[0], progress, elsewhere=elsewhere)
+        originals = [{"name": each.name, "place": came[each.name], "digest": each.digest} for each in source.originals]
+        for each in source.originals:
+            console.print(Text(f"{each.name}: {each.digest}, as published"))
+        console.print(Text(f"{source.name}: {path} (licence: {source.licence})"))
+        told.append({"name": source.name, "path": path, "came": originals})
     terminal.tell(lambda: told)
 
 
@@ -323,35 +315,21 @@ def spec_check(
         _print(spec)
         return
     from sottovoce_client import terminal
-    from sottovoce_client.data.schemas import graph_lines
+    from sottovoce_client.data.schemas import long_rows, reading_lines
     from sottovoce_client.wording import ALONE, plural
     from sottovoce_core.data.known import data_folders
     from sottovoce_core.running.policy import default_policy_caution
     from sottovoce_core.spec import load_spec
 
     prepared = prepared_from(load_spec(spec), live=True)
-    warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run)]
-    if not prepared.run.spec.data.live:
-        from sottovoce_client.data.schemas import long_rows
-
-        warnings += long_rows(prepared.run.spec, prepared.data)
+    warnings = [*prepared.run.warnings, *prepared.cautions, *default_policy_caution(prepared.run), *long_rows(prepared)]
     for finding in warnings:
         typer.echo(plain(f"warning: {finding.text} [{finding.code}]"))
-    if prepared.run.spec.data.schema is not None:
-        from sottovoce_client.data.schemas import used_lines
-
-        for line in used_lines(prepared.run.spec, prepared.run.spec.data.schema):
-            typer.echo(plain(line))
+    for line in reading_lines(prepared, data_folders()):
+        typer.echo(plain(line))
     width = plural(prepared.data.n_features, "feature")
     if prepared.run.spec.data.intercept:
         width = f"{plural(prepared.data.n_features - 1, 'feature')} and an intercept"
-    if not prepared.run.spec.data.live:
-        from sottovoce_client.data.schemas import reading_lines
-
-        for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
-            typer.echo(plain(line))
-    for line in graph_lines(prepared.run.spec):
-        typer.echo(plain(line))
     if prepared.run.spec.n_learners == 1 and prepared.run.algorithm.name != "dpcda":  # which is for one
         typer.echo(f"note: {ALONE}")
     but = f", but for {plural(len(warnings), 'warning')} above" if warnings else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.data.fetch import digest_of
 from sottovoce_client.wording import NOTHING, plural
-from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data.dataset import read_source
 from sottovoce_core.data.encoding import alike
 from sottovoce_core.data.files import RawTable
-from sottovoce_core.data.known import KNOWN, VARIABLE, KnownSource, cache_folder, find, nearest
+from sottovoce_core.data.known import KNOWN, VARIABLE, KnownSource, find, nearest
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import SpecError
 from sottovoce_core.yaml_files import write_yaml
 
-HEADS = ("name", "records", "held out", "features", "classes", "task", "licence", "download", "here")
+_HEADS = ("name", "records", "held out", "features", "classes", "task", "licence", "download", "here")
 _NUMBERS = ("records", "held out", "features", "classes", "download")
 _SPARE = ("licence", "held out", "classes", "task")
 """Least needed first, where a terminal is narrow."""
@@ -52,7 +52,7 @@ def show(folders: Sequence[Path], console: Console) -> None:
         numbers = (source.records, source.held_out, source.features, len(source.classes))
         counts = [f"{number:,}" if number else NOTHING for number in numbers]
         rows.append([source.name, *counts, source.task, source.licence, _size(source.download), _here(source, folders)])
-    table, left_out = terminal.fitted(console.width, HEADS, rows, right=_NUMBERS, spare=_SPARE)
+    table, left_out = terminal.fitted(console.width, _HEADS, rows, right=_NUMBERS, spare=_SPARE)
     console.print(table)
     if left_out:
         console.print(f"a wider terminal shows {'; '.join(left_out)}, too; so does sottovoce data describe NAME")
@@ -87,19 +87,17 @@ def _here(source: KnownSource, folders: Sequence[Path]) -> str:
 
 
 def _called(folder: Path) -> str:
-    return "cache" if folder == cache_folder() else "yours"
+    return "yours" if str(folder) == os.environ.get(VARIABLE) else "cache"
 
 
 _MOST_ROWS = 24
 """Of features that are shown, and of classes."""
 _NAMED = 8
 """Constant features that are named."""
-_BLOCK = 64
-"""Features that are looked at together, so that a large table needs no second copy of itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class _Feature:
     """Neighbouring columns of one kind and range.
 
     Attributes:
@@ -117,37 +115,21 @@ class Feature:
     most: float
 
 
-def _features_of(table: RawTable) -> list[Feature]:
+def _features_of(table: RawTable) -> list[_Feature]:
     """The columns of a table; neighbours of one kind and range are one entry."""
-    found: list[Feature] = []
+    found: list[_Feature] = []
     names = table.columns or [str(k) for k in range(table.features.shape[1])]
-    for name, kind, least, most in zip(names, *_kinds(table.features), strict=True):
+    for name, column in zip(names, table.features.T, strict=True):
+        least, most = float(column.min()), float(column.max())
+        kind = "constant" if least == most else "numbers"
+        if least < most and (column == np.floor(column)).all():
+            kind = "0 or 1" if (least, most) == (0, 1) else "whole numbers"
         last = found[-1] if found else None
         if last is not None and (last.kind, last.least, last.most) == (kind, least, most):
-            found[-1] = Feature(last.first, name, last.columns + 1, kind, least, most)
+            found[-1] = replace(last, last=name, columns=last.columns + 1)
         else:
-            found.append(Feature(name, name, 1, kind, least, most))
+            found.append(_Feature(name, name, 1, kind, least, most))
     return found
-
-
-def _kinds(features: FloatArray) -> tuple[list[str], list[float], list[float]]:
-    """Kind, least and largest value of every column of `(records, features)`."""
-    least, most = features.min(axis=0), features.max(axis=0)
-    kinds = []
-    for start in range(0, features.shape[1], _BLOCK):
-        block = features[:, start : start + _BLOCK]
-        whole = (block == np.floor(block)).all(axis=0)
-        for low, high, integers in zip(least[start:], most[start:], whole, strict=False):
-            kinds.append(_kind(low, high, integers))
-    return kinds, least.tolist(), most.tolist()
-
-
-def _kind(least: float, most: float, whole: bool) -> str:
-    if least == most:
-        return "constant"
-    if not whole:
-        return "numbers"
-    return "0 or 1" if (least, most) == (0, 1) else "whole numbers"
 
 
 def constant_note(table: RawTable) -> str:
@@ -279,7 +261,7 @@ def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
 
 def _originals(known: KnownSource) -> Iterator[tuple[str, str]]:
     for original in known.originals:
-        yield "original", f"{original.name}, {original.digest or 'no checksum is known'}"
+        yield "original", f"{original.name}, {original.digest}"
 
 
 def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""From the files that owners publish to the arrays that `read_npz` reads, one function for each data set.
+"""From the files that owners publish to the arrays that `read_npz` reads, by their form.
 
-A value that is missing (`?`) has the code -1. Labels are numbers, in the order of the source's `classes`. Archives are unpacked
-in memory: never more than was expected, and no name in an archive becomes a path.
+Labels are numbers, in the order of the source's `classes`. Categories become a column for each value; `?` is a value that is
+missing, and in none of these. The files are what their digests say: no stranger's archive comes here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import gzip
 import io
 import struct
 import tarfile
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,78 +20,10 @@ from sottovoce_core.data.known import KnownSource
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_extra
 
-_BROKEN = (EOFError, OSError, zlib.error, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
-"""What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""
-
-
-def gunzip(packed: bytes, most: int) -> bytes:
-    """What is in a gzip file.
-
-    Raises:
-        DataError: it is none, it ends too early, or there are more than `most` bytes in it.
-    """
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
-            return _read(file, most)
-    except EOFError:
-        raise DataError(f"the gzip file ends too early, after {len(packed):,} bytes: it did not arrive whole") from None
-    except _BROKEN:
-        raise DataError("must be a gzip file, and is none, or a broken one") from None
-
-
-def unzip(packed: bytes, member: str, most: int) -> bytes:
-    """A file of a zip archive.
-
-    Raises:
-        DataError: it is no such archive, lacks the file, or the file has more than `most` bytes.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive, archive.open(member) as file:
-            return _read(file, most)
-    except KeyError:
-        raise DataError(f"the zip archive must hold {member}, and does not") from None
-    except _BROKEN:
-        raise DataError("must be a zip archive, and is none, or a broken one") from None
-
-
-def _untar(packed: bytes, members: Sequence[str], most: int) -> list[bytes]:
-    """Files of a `.tar.gz` archive.
-
-    Raises:
-        DataError: it is no such archive, lacks one of them, one is a link, or there are more than `most` bytes in it.
-    """
-    content = gunzip(packed, most)
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-            return [_member(archive, member, most) for member in members]
-    except _BROKEN:
-        raise DataError("must be a tar archive, and is none, or a broken one") from None
-
-
-def _member(archive: tarfile.TarFile, name: str, most: int) -> bytes:
-    try:
-        found = archive.getmember(name)
-    except KeyError:
-        raise DataError(f"the tar archive must hold {name}, and does not") from None
-    file = archive.extractfile(found) if found.isreg() else None  # a link leads elsewhere
-    if file is None:
-        raise DataError(f"{name} in the tar archive must be a file, and is something else")
-    with file:
-        return _read(file, most)
-
-
-def _read(file: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
-    content = file.read(most + 1)
-    if len(content) > most:
-        raise DataError(f"there must be at most {most:,} bytes in it, and there are more")
-    return content
-
-
 Arrays = dict[str, npt.NDArray[Any]]
-Files = Mapping[str, bytes]
 
 
-def convert(source: KnownSource, files: Files) -> Arrays:
+def convert(source: KnownSource, files: Mapping[str, bytes]) -> Arrays:
     """The arrays of a data set.
 
     Args:
@@ -105,16 +35,15 @@ def convert(source: KnownSource, files: Files) -> Arrays:
         SpecError: what reads them is not installed.
     """
     try:
-        arrays = _CONVERT[source.name](source, files)
-    except (ValueError, KeyError, IndexError, struct.error) as error:
+        arrays = _FORMS[source.form](source, [files[original.name] for original in source.originals])
+    except (ValueError, KeyError, IndexError, struct.error, tarfile.TarError) as error:
         why = " ".join(str(error).split())[:200]
         raise DataError(f"{', '.join(files)} cannot be read as {source.title}: {why}; has its form changed?") from None
-    labels = {"records": arrays.get("y", arrays.get("y_train")), "records for tests": arrays.get("y_test")}
-    for what, (found, wanted) in zip(
-        labels, zip(labels.values(), (source.records, source.held_out), strict=True), strict=True
+    for what, labels, wanted in (
+        ("records", "y_train", source.records),
+        ("records for tests", "y_test", source.held_out),
     ):
-        n = 0 if found is None else len(found)
-        if n != wanted:
+        if (n := len(arrays.get(labels, ()))) != wanted:
             raise DataError(
                 f"{', '.join(files)} must hold {wanted:,} {what}, got {n:,}: not whole, or of another version"
             )
@@ -123,272 +52,108 @@ def convert(source: KnownSource, files: Files) -> Arrays:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-_MUSHROOM_COLUMNS = (
-    "cap-shape",
-    "cap-surface",
-    "cap-color",
-    "bruises",
-    "odor",
-    "gill-attachment",
-    "gill-spacing",
-    "gill-size",
-    "gill-color",
-    "stalk-shape",
-    "stalk-root",
-    "stalk-surface-above-ring",
-    "stalk-surface-below-ring",
-    "stalk-color-above-ring",
-    "stalk-color-below-ring",
-    "veil-type",
-    "veil-color",
-    "ring-number",
-    "ring-type",
-    "spore-print-color",
-    "population",
-    "habitat",
-)
+
+def _tables(source: KnownSource, files: Sequence[bytes]) -> Arrays:
+    """Numbers as they are, then one column for each value that a category has in the first file."""
+    tables = [_table(source, content) for content in files]
+    numbers, words = dict[str, list[Any]](), dict[str, list[Any]]()
+    for name in source.columns:
+        if name == "label" or name in source.ignored:
+            continue
+        columns = [table[name] for table in tables]
+        if columns[0].dtype.kind != "O":
+            numbers[name] = columns
+            continue
+        for value in sorted({*columns[0]} - {None}):
+            words[f"{name}={value}"] = [column == value for column in columns]
+    features = {**numbers, **words}
+    arrays = {"columns": np.array([*features])}
+    for k, part in enumerate(("train", "test")[: len(tables)]):
+        arrays[f"X_{part}"] = _narrow(np.column_stack([columns[k] for columns in features.values()]))
+        arrays[f"y_{part}"] = _labels(tables[k]["label"], source)
+    return arrays
 
 
-def _mushrooms(source: KnownSource, files: Files) -> Arrays:
-    """Codes of 22 categories, and one column for each value of those in which nothing is missing."""
-    table = _table(files["agaricus-lepiota.data"], 1 + len(_MUSHROOM_COLUMNS))
-    values = [_values(column) for column in table[:, 1:].T]
-    codes = np.column_stack([_codes(column, of) for column, of in zip(table[:, 1:].T, values, strict=True)])
-    whole = [j for j in range(len(values)) if (codes[:, j] >= 0).all()]  # LIBSVM's own rule: without stalk-root
-    one_hot = np.hstack([codes[:, j, None] == np.arange(len(values[j])) for j in whole])
-    names = [f"{_MUSHROOM_COLUMNS[j]}={value}" for j in whole for value in values[j]]
+def _table(source: KnownSource, content: bytes) -> Arrays:
+    """Columns of numbers, or of text and None; lines that begin with `|`, `%` or `@` say nothing."""
+    csv, compute = (
+        import_extra(name, "pyarrow", "reading tables of data sets") for name in ("pyarrow.csv", "pyarrow.compute")
+    )
+    text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+    lines = b"\n".join(line for line in text.splitlines() if line.strip() and line[:1] not in b"|%@")
+    table = csv.read_csv(
+        io.BytesIO(lines),
+        read_options=csv.ReadOptions(column_names=source.columns),
+        convert_options=csv.ConvertOptions(null_values=["?", " ?"], strings_can_be_null=True),
+    )
     return {
-        "X": codes,
-        "y": _labels(table[:, 0], ("e", "p")),
-        "columns": np.array(_MUSHROOM_COLUMNS),
-        "class_names": np.array(source.classes),
-        "X_onehot": one_hot.astype(np.uint8),
-        "onehot_names": np.array(names),
-        **{f"values_{j:02}": of for j, of in enumerate(values)},
+        name: (compute.utf8_trim_whitespace(column) if str(column.type) == "string" else column).to_numpy()
+        for name, column in zip(source.columns, table.columns, strict=True)
     }
 
 
-_ADULT_COLUMNS = (
-    "age",
-    "workclass",
-    "fnlwgt",
-    "education",
-    "education-num",
-    "marital-status",
-    "occupation",
-    "relationship",
-    "race",
-    "sex",
-    "capital-gain",
-    "capital-loss",
-    "hours-per-week",
-    "native-country",
-)
-_ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)
-_ADULT_CATEGORIES = (1, 3, 5, 6, 7, 8, 9, 13)
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Whole numbers in as few bytes as hold them."""
+    if values.dtype.kind == "f":
+        return values
+    return values.astype(np.result_type(*map(np.min_scalar_type, (values.min(), values.max()))))
 
 
-def _adult(source: KnownSource, files: Files) -> Arrays:
-    """Numbers as they are, and codes of categories; the values are those of the training file."""
-    arrays: Arrays = {}
-    tables = {"train": _table(files["adult.data"], 15), "test": _table(files["adult.test"], 15)}
-    values = {j: _values(tables["train"][:, j]) for j in _ADULT_CATEGORIES}
-    for part, table in tables.items():
-        arrays[f"num_{part}"] = table[:, _ADULT_NUMBERS].astype(np.int32)
-        arrays[f"cat_{part}"] = np.column_stack([_codes(table[:, j], values[j]) for j in _ADULT_CATEGORIES])
-        arrays[f"y_{part}"] = _labels(np.char.rstrip(table[:, 14], "."), source.classes)
-    return {
-        **arrays,
-        "num_columns": np.array([_ADULT_COLUMNS[j] for j in _ADULT_NUMBERS]),
-        "cat_columns": np.array([_ADULT_COLUMNS[j] for j in _ADULT_CATEGORIES]),
-        "class_names": np.array(source.classes),
-        **{f"values_{_ADULT_COLUMNS[j]}": of for j, of in values.items()},
-    }
+def _labels(column: npt.NDArray[Any], source: KnownSource) -> npt.NDArray[Any]:
+    """Numbers as they are; of text, where each label stands among the classes, a final dot aside.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if column.dtype.kind != "O":
+        return column
+    classes = source.labels or source.classes
+    return np.array([classes.index(label.rstrip(".")) for label in column], dtype=np.uint8)
 
 
-def _a9a(source: KnownSource, files: Files) -> Arrays:
+def _libsvm(source: KnownSource, files: Sequence[bytes]) -> Arrays:
     datasets = import_extra("sklearn.datasets", "scikit-learn", "reading files of LIBSVM")
-
-    def part(name: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    arrays: Arrays = {}
+    for part, content in zip(("train", "test"), files, strict=True):
         features, labels = datasets.load_svmlight_file(
-            io.BytesIO(files[name]), n_features=source.features, zero_based=False
+            io.BytesIO(content), n_features=source.features, zero_based=False
         )
-        return features.toarray().astype(np.uint8), labels.astype(np.int8)
-
-    (train, y_train), (test, y_test) = part("a9a"), part("a9a.t")
-    return {"X_train": train, "y_train": y_train, "X_test": test, "y_test": y_test}
-
-
-_LETTER_COLUMNS = (
-    *("x-box", "y-box", "width", "high", "onpix", "x-bar", "y-bar", "x2bar", "y2bar", "xybar", "x2ybr", "xy2br"),
-    *("x-ege", "xegvy", "y-ege", "yegvx"),
-)
-
-
-def _letter(source: KnownSource, files: Files) -> Arrays:
-    table = _table(files["letter-recognition.data"], 1 + len(_LETTER_COLUMNS))
-    return {
-        "X": table[:, 1:].astype(np.uint8),
-        "y": _labels(table[:, 0], source.classes),
-        "columns": np.array(_LETTER_COLUMNS),
-        "class_names": np.array(source.classes),
-    }
-
-
-def _poker(source: KnownSource, files: Files) -> Arrays:
-    """Suit and rank of five cards."""
-    columns = [f"{what}{card}" for card in range(1, 6) for what in "SC"]
-    train = _numbers(files["poker-hand-training-true.data"], 11, np.uint8)
-    test = _numbers(files["poker-hand-testing.data"], 11, np.uint8)
-    return {
-        "X_train": train[:, :10],
-        "y_train": train[:, 10],
-        "X_test": test[:, :10],
-        "y_test": test[:, 10],
-        "columns": np.array(columns),
-        "class_names": np.array(source.classes),
-    }
-
-
-_COVTYPE_COLUMNS = (
-    "elevation",
-    "aspect",
-    "slope",
-    "horizontal-distance-to-hydrology",
-    "vertical-distance-to-hydrology",
-    "horizontal-distance-to-roadways",
-    "hillshade-9am",
-    "hillshade-noon",
-    "hillshade-3pm",
-    "horizontal-distance-to-fire-points",
-    *(f"wilderness-area-{k}" for k in range(1, 5)),
-    *(f"soil-type-{k}" for k in range(1, 41)),
-)
-
-
-def _covtype(source: KnownSource, files: Files) -> Arrays:
-    """Labels are 1 to 7, as in the file."""
-    text = gunzip(files["covtype.data.gz"], 1 << 28)
-    table = _numbers(text, 1 + len(_COVTYPE_COLUMNS), np.int16)
-    return {
-        "X": table[:, :-1],
-        "y": table[:, -1].astype(np.uint8),
-        "columns": np.array(_COVTYPE_COLUMNS),
-        "class_names": np.array(source.classes),
-    }
-
-
-def _electricity(source: KnownSource, files: Files) -> Arrays:
-    """Days of the week are the numbers 1 to 7, as in the file."""
-    arff = import_extra("scipy.io.arff", "scipy", "reading .arff files")
-    try:
-        table, attributes = arff.loadarff(io.StringIO(files["electricity.arff"].decode("utf-8")))
-    except (arff.ArffError, NotImplementedError, StopIteration) as error:
-        raise ValueError(str(error) or "no ARFF file") from None
-    *columns, label = attributes.names()
-    if len(columns) != source.features:
-        raise ValueError(f"there must be {source.features} attributes and a class, got {[*columns, label]}")
-    return {
-        "X": np.column_stack([table[name].astype(np.float64) for name in columns]),
-        "y": _labels(table[label].astype(np.str_), source.classes),
-        "columns": np.array(columns),
-        "class_names": np.array(source.classes),
-    }
+        arrays |= {f"X_{part}": features.toarray().astype(np.uint8), f"y_{part}": labels.astype(np.int8)}
+    return arrays
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _mnist(source: KnownSource, files: Files) -> Arrays:
-    return {
-        "X_train": _idx(files["train-images-idx3-ubyte"], 3),
-        "y_train": _idx(files["train-labels-idx1-ubyte"], 1),
-        "X_test": _idx(files["t10k-images-idx3-ubyte"], 3),
-        "y_test": _idx(files["t10k-labels-idx1-ubyte"], 1),
-    }
+def _idx_files(source: KnownSource, files: Sequence[bytes]) -> Arrays:
+    return dict(zip(("X_train", "y_train", "X_test", "y_test"), map(_idx, files), strict=True))
 
 
-def _idx(content: bytes, axes: int) -> npt.NDArray[np.uint8]:
+def _idx(content: bytes) -> npt.NDArray[np.uint8]:
     """Bytes in MNIST's own form: two bytes of zero, 8 for bytes, the number of axes, then each length, big-endian."""
-    magic, *shape = struct.unpack_from(f">{1 + axes}I", content)
-    if magic != 0x800 + axes:
-        raise ValueError(f"an idx file of bytes with {axes} axes begins with {0x800 + axes:#06x}, got {magic:#06x}")
+    kind, axes = struct.unpack_from(">3sB", content)
+    if kind != b"\0\0\x08":
+        raise ValueError(f"an idx file of bytes must begin with 0x000008, got 0x{kind.hex()}")
+    shape = struct.unpack_from(f">{axes}I", content, 4)
     return np.frombuffer(content, np.uint8, offset=4 * (1 + axes)).reshape(shape)
 
 
-_CIFAR_FOLDER = "cifar-10-batches-bin"
-_CIFAR_SHAPE = (3, 32, 32)
-
-
-def _cifar10(source: KnownSource, files: Files) -> Arrays:
+def _cifar(source: KnownSource, files: Sequence[bytes]) -> Arrays:
     """A record is its label and three planes of 32 x 32; pictures become (height, width, colour)."""
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
-    batches = _untar(files["cifar-10-binary.tar.gz"], [f"{_CIFAR_FOLDER}/{name}" for name in names], 1 << 28)
-    records = [np.frombuffer(batch, np.uint8).reshape(-1, 1 + int(np.prod(_CIFAR_SHAPE))) for batch in batches]
-
-    def pictures(part: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return np.ascontiguousarray(part[:, 1:].reshape(-1, *_CIFAR_SHAPE).transpose(0, 2, 3, 1))
-
-    train, test = np.concatenate(records[:5]), records[5]
-    return {
-        "X_train": pictures(train),
-        "y_train": train[:, 0],
-        "X_test": pictures(test),
-        "y_test": test[:, 0],
-        "class_names": np.array(source.classes),
-    }
+    with tarfile.open(fileobj=io.BytesIO(files[0])) as archive:
+        members: list[Any] = [archive.extractfile(f"cifar-10-batches-bin/{name}") for name in names]
+        records = [np.frombuffer(member.read(), np.uint8).reshape(-1, 1 + 3 * 32 * 32) for member in members]
+    arrays: Arrays = {}
+    for part, rows in (("train", np.concatenate(records[:5])), ("test", records[5])):
+        pictures = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        arrays |= {f"X_{part}": np.ascontiguousarray(pictures), f"y_{part}": rows[:, 0]}
+    return arrays
 
 
-# ---- parts of a table ------------------------------------------------------------------------------------------------
-
-
-def _table(content: bytes, columns: int) -> npt.NDArray[np.str_]:
-    """`(rows, columns)` of a file with commas between; empty lines and those that begin with a bar say nothing."""
-    lines = (line for line in content.decode("ascii").splitlines() if line.strip() and not line.startswith("|"))
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    for k, row in enumerate(rows, 1):
-        if len(row) != columns:
-            raise ValueError(f"record {k} must have {columns} fields, got {len(row)}")
-    return np.array(rows, dtype=np.str_).reshape(len(rows), columns)
-
-
-def _numbers(content: bytes, columns: int, kind: type[np.integer[Any]]) -> npt.NDArray[Any]:
-    """The same of whole numbers alone."""
-    found = np.loadtxt(io.BytesIO(content), dtype=kind, delimiter=",", ndmin=2)
-    if found.shape[1] != columns:
-        raise ValueError(f"records must have {columns} fields, got {found.shape[1]}")
-    return found
-
-
-def _values(column: npt.NDArray[np.str_]) -> npt.NDArray[np.str_]:
-    """What occurs in a column, in alphabetical order, as narrow as it may be."""
-    found = sorted(set(column.tolist()) - {"?"})
-    return np.array(found, dtype=np.str_)
-
-
-def _codes(column: npt.NDArray[np.str_], values: npt.NDArray[np.str_]) -> npt.NDArray[np.int8]:
-    """Where each value stands among `values`; -1: it is missing."""
-    index = {"?": -1, **{str(value): k for k, value in enumerate(values)}}
-    return np.array([index[value] for value in column.tolist()], dtype=np.int8)
-
-
-def _labels(column: npt.NDArray[np.str_], classes: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Where each label stands among the classes.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    return np.array([classes.index(label) for label in column.tolist()], dtype=np.uint8)
-
-
-_CONVERT: Mapping[str, Callable[[KnownSource, Files], Arrays]] = {
-    "mushrooms": _mushrooms,
-    "adult": _adult,
-    "a9a": _a9a,
-    "letter": _letter,
-    "mnist": _mnist,
-    "poker": _poker,
-    "cifar10": _cifar10,
-    "covtype": _covtype,
-    "electricity": _electricity,
+_FORMS: Mapping[str, Callable[[KnownSource, Sequence[bytes]], Arrays]] = {
+    "table": _tables,
+    "libsvm": _libsvm,
+    "idx": _idx_files,
+    "cifar": _cifar,
 }

@@ -7,11 +7,15 @@ interrupted leaves nothing.
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
+import io
 import os
+import time
+import zipfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.progress import Progress
 
-from sottovoce_client.data.convert import convert, gunzip, unzip
+from sottovoce_client.data.convert import convert
 from sottovoce_client.documents import scratch
 from sottovoce_core.data.known import VARIABLE, KnownSource, Original
 from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
@@ -33,41 +37,13 @@ MOST_BYTES = 1 << 29
 _TIMEOUT_S = 30
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<script")
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """An original that came.
-
-    Attributes:
-        name: its owner's.
-        place: from where.
-        digest: of its content: `sha256:` or `md5:` and hexadecimal figures.
-        known: whether there was a digest to hold it against.
-    """
-
-    name: str
-    place: str
-    digest: str
-    known: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A data set that is here now.
-
-    Attributes:
-        path: its file.
-        came: what it was made from.
-    """
-
-    path: Path
-    came: tuple[Came, ...]
+_BROKEN = (EOFError, OSError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""What Python's readers raise of a file that is torn, of another kind, encrypted, or packed as they do not know."""
 
 
 def fetch(
     source: KnownSource, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = RETRIES
-) -> Fetched:
+) -> tuple[Path, dict[str, str]]:
     """Download, check, convert and store a data set.
 
     Args:
@@ -77,6 +53,9 @@ def fetch(
         elsewhere: a folder, or a URL of one, that has the originals; empty: where their owners have them.
         retries: how often a download that broke off is begun anew.
 
+    Returns:
+        Its file, and the place that each original came from, by its name.
+
     Raises:
         Unavailable: an original could not be had from any of its places.
         DataError: they came, and cannot be converted.
@@ -84,18 +63,17 @@ def fetch(
         SpecError: `elsewhere` is nowhere; or what downloads or reads is not installed.
     """
     with _workplace(folder, source) as work:
-        files, came = {}, []
+        files, came = {}, {}
         for original in source.originals:
-            place, content = _had(original, source, _places(original, elsewhere), _Carrier(work, progress, retries))
-            kind = (original.digest or "sha256").partition(":")[0]
-            came.append(Came(original.name, place, digest_of(content, kind), original.digest is not None))
-            files[original.name] = content
+            came[original.name], files[original.name] = _had(
+                original, source, _places(original, elsewhere), progress, retries
+            )
         progress.add_task(f"{source.name}: converting", total=None)
         arrays: dict[str, Any] = convert(source, files)
         draft, path = work / f"{source.name}.npz", folder / f"{source.name}.npz"
         np.savez_compressed(draft, **arrays)
         os.replace(draft, path)
-    return Fetched(path, tuple(came))
+    return path, came
 
 
 def digest_of(content: bytes, kind: str = "sha256") -> str:
@@ -150,12 +128,14 @@ def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
     return (str(next((path for path in paths if path.is_file()), paths[0])),)
 
 
-def _had(original: Original, source: KnownSource, places: tuple[str, ...], carrier: _Carrier) -> tuple[str, bytes]:
+def _had(
+    original: Original, source: KnownSource, places: tuple[str, ...], progress: Progress, retries: int
+) -> tuple[str, bytes]:
     """The content of an original, from the first of its places that has it, and that place."""
     refusals = []
     for place in places:
         try:
-            return place, _checked(_unpacked(carrier.bring(place, original), place, original), original)
+            return place, _checked(_unpacked(_brought(place, original, progress, retries), place, original), original)
         except (Unavailable, DataError) as error:
             refusals.append(f"  {place}: {error}")
     files = ", ".join(each.name for each in source.originals)
@@ -169,16 +149,36 @@ def _had(original: Original, source: KnownSource, places: tuple[str, ...], carri
 
 
 def _unpacked(content: bytes, place: str, original: Original) -> bytes:
-    most = 2 * original.size + (1 << 20)
+    """What is in a file that came, packed or not: never more than was expected.
+
+    Raises:
+        DataError: it is a web page, is not packed as its place says, or has too many bytes.
+    """
     if content[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
         raise DataError(
             "a web page came in place of the file: of a proxy, or of a network that wants you to sign in; open the address in "
             "a browser, or set HTTPS_PROXY"
         )
     url, _, member = place.partition("#")
-    if member:
-        return unzip(content, member, most)
-    return gunzip(content, most) if url.endswith(".gz") and not original.name.endswith(".gz") else content
+    if not member and (not url.endswith(".gz") or original.name.endswith(".gz")):
+        return content
+    most = 2 * original.size + (1 << 20)
+    try:
+        with ExitStack() as opened:
+            file: Any
+            if member:
+                file = opened.enter_context(zipfile.ZipFile(io.BytesIO(content))).open(member)
+            else:
+                file = gzip.GzipFile(fileobj=io.BytesIO(content))
+            found: bytes = opened.enter_context(file).read(most + 1)
+    except KeyError:
+        raise DataError(f"the zip archive must hold {member}, and does not") from None
+    except _BROKEN:
+        kind = "zip archive" if member else "gzip file"
+        raise DataError(f"must be a {kind}, and is none, or is broken or did not arrive whole") from None
+    if len(found) > most:
+        raise DataError(f"there must be at most {most:,} bytes in it, and there are more")
+    return found
 
 
 def _checked(content: bytes, original: Original) -> bytes:
@@ -187,14 +187,11 @@ def _checked(content: bytes, original: Original) -> bytes:
     Raises:
         DataError: it is not.
     """
-    if original.digest is None:
-        return content
-    kind, _, wanted = original.digest.partition(":")
-    found = digest_of(content, kind).partition(":")[2]
-    if found != wanted:
+    kind = original.digest.partition(":")[0]
+    if (found := digest_of(content, kind)) != original.digest:
         raise DataError(
-            f"{original.name} must have the {kind} {wanted}, got {found} ({len(content):,} bytes): it was damaged or changed on "
-            f"the way, or its owner has published another version"
+            f"{original.name} must have the digest {original.digest}, got {found} ({len(content):,} bytes): it was damaged or "
+            "changed on the way, or its owner has published another version"
         )
     return content
 
@@ -202,90 +199,37 @@ def _checked(content: bytes, original: Original) -> bytes:
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 
-class _Meter:
-    """A progress bar as pooch drives one; ends a download that is longer than it may be."""
+def _brought(place: str, original: Original, progress: Progress, retries: int) -> bytes:
+    """What lies at a place.
 
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress, self._task = progress, progress.add_task(what, total=None)
-        self.received = 0
-
-    @property
-    def total(self) -> int:
-        return 0
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._progress.update(self._task, total=size or None)
-
-    def update(self, size: int) -> None:
-        self.received += size
-        if self.received > MOST_BYTES + _CHUNK:
-            raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
-        self._progress.update(self._task, completed=self.received)
-
-    def reset(self) -> None:
-        self.received = 0
-
-    def close(self) -> None:
-        """The task goes when its carrier has what it wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Carrier:
-    """Brings files from where they lie.
-
-    Attributes:
-        work: a folder for downloads.
-        progress: shows how far they are.
-        retries: how often one that broke off is begun anew.
+    Raises:
+        Unavailable: it cannot be had.
+        DataError: it is longer than anything that is expected.
     """
-
-    work: Path
-    progress: Progress
-    retries: int
-
-    def bring(self, place: str, original: Original) -> bytes:
-        """What lies there.
-
-        Raises:
-            Unavailable: it cannot be had.
-            DataError: it is longer than anything that is expected.
-        """
-        if "://" not in place:
-            try:
-                return Path(place).read_bytes()
-            except OSError as error:
-                raise Unavailable(f"cannot be read: {error.strerror}") from None
-        path = self._downloaded(place.partition("#")[0], original)
-        content = path.read_bytes()
-        path.unlink()
-        return content
-
-    def _downloaded(self, url: str, original: Original) -> Path:
-        pooch = import_extra("pooch", "pooch", "sottovoce data fetch")
-        errors = import_extra("requests.exceptions", "requests", "sottovoce data fetch")
-        pooch.get_logger().setLevel("ERROR")  # what goes wrong is said by us
-        meter = _Meter(self.progress, original.name)
-        once = pooch.HTTPDownloader(
-            progressbar=meter, chunk_size=_CHUNK, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
-        )
-
-        def download(place: str, output: str, _: object) -> None:
-            meter.reset()
-            try:
-                once(place, output, None)
-            except errors.RequestException as error:
-                if _worth_another_try(error, meter.received, errors):
-                    raise
-                raise Unavailable(_why(error, meter.received, errors)) from None
-
-        keeper = pooch.create(
-            path=self.work, base_url="", registry={"file": None}, urls={"file": url}, retry_if_failed=self.retries
-        )
+    if "://" not in place:
         try:
-            return Path(keeper.fetch("file", downloader=download))
-        except errors.RequestException as error:
-            raise Unavailable(_why(error, meter.received, errors)) from None
+            return Path(place).read_bytes()
+        except OSError as error:
+            raise Unavailable(f"cannot be read: {error.strerror}") from None
+    requests = import_extra("requests", "requests", "sottovoce data fetch")
+    url, task, tried = place.partition("#")[0], progress.add_task(original.name, total=None), 0
+    while True:
+        content = bytearray()
+        try:
+            with requests.get(url, stream=True, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}) as answer:
+                answer.raise_for_status()
+                progress.update(task, total=int(answer.headers.get("Content-Length", 0)) or None)
+                for chunk in answer.iter_content(_CHUNK):
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
+                    progress.update(task, completed=len(content))
+            return bytes(content)
+        except requests.RequestException as error:
+            if tried == retries or not _worth_another_try(error, len(content), requests.exceptions):
+                raise Unavailable(_why(error, len(content), requests.exceptions)) from None
+        tried += 1
+        time.sleep(tried)
 
 
 def _worth_another_try(error: Any, received: int, errors: Any) -> bool:

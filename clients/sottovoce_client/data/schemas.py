@@ -21,23 +21,21 @@ from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.wording import NOTHING, count, number, plural
 from sottovoce_core.algorithms.setting import Caveat
 from sottovoce_core.arrays import AnyArray
-from sottovoce_core.data import PlacedData
-from sottovoce_core.data.cells import normal
-from sottovoce_core.data.columns import read_cells, require_column, require_names
-from sottovoce_core.data.dataset import encode_file, read_source, schema_reads
+from sottovoce_core.data.columns import read_cells, read_names
+from sottovoce_core.data.dataset import encode_file, read_source, require_source
 from sottovoce_core.data.drafting import Draft, draft
 from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce_core.data.fields import Category, Date, Number
 from sottovoce_core.data.files import RawTable
 from sottovoce_core.data.spec import Schema
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import DataError, SpecError
+from sottovoce_core.experiment import Prepared
 from sottovoce_core.losses import Loss
 from sottovoce_core.losses.linear import Logistic, Ridge, Softmax
 from sottovoce_core.spec import RunSpec
+from sottovoce_core.text import in_short
 from sottovoce_core.yaml_files import parse_yaml
 
-_MOST_WORDS = 12
-"""Of a list that is shown."""
 PUBLIC = (
     "The sample must be public: bounds and categories are read off it, and stand in a spec that everybody sees. Never draft from "
     "records that are to be protected."
@@ -62,13 +60,12 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
     """
     console = console or terminal.console(stderr=True)
     require_new(out)
-    header = require_names(schema_reads(sample), label)
+    _, header = read_names(require_source(sample, schema=True), label)
     columns = read_cells(sample)[0]
-    if label is not None:
-        names = [*map(normal, columns)]
-        require_column(names, normal(label), f"--label must be one of the columns of {sample}", header)
     try:
         made = draft(columns, label, header)
+    except SpecError as error:
+        raise SpecError(f"{sample}: {error}") from None
     except DataError as error:
         told = str(error)
         raise DataError(told if told.startswith(str(sample)) else f"{sample}: {told}") from None
@@ -145,7 +142,7 @@ def _fields(schema: Schema) -> Table:
     table.add_column("features", justify="right")
     for name, feature in schema.features.items():
         beyond = feature.beyond if isinstance(feature, Number | Date) else NOTHING
-        says = _listed(feature.words if isinstance(feature, Category) else (feature.takes,))
+        says = in_short(feature.words if isinstance(feature, Category) else (feature.takes,))
         table.add_row(Text(name), feature.type, Text(says), feature.missing, beyond, count(len(feature.names(name))))
     return table
 
@@ -153,8 +150,8 @@ def _fields(schema: Schema) -> Table:
 def _facts(encoder: Encoder, spec: RunSpec | None) -> Iterator[tuple[str, str]]:
     schema = encoder.schema
     yield "label", _label_line(encoder)
-    yield "ignored", _listed(schema.ignored) or NOTHING
-    yield "no value", _listed([*map(str, schema.missing_values), "empty text"])
+    yield "ignored", in_short(schema.ignored) if schema.ignored else NOTHING
+    yield "no value", in_short([*map(str, schema.missing_values), "empty text"])
     fields = plural(len(schema.features), "field")
     yield "features", f"{plural(schema.width, 'number')} of {fields}, each within [-1, 1]"
     yield "l2 norm", _norm_line(schema, spec)
@@ -168,15 +165,7 @@ def _label_line(encoder: Encoder) -> str:
     meant: dict[float, list[str]] = {value: [] for value in sorted(values)}
     for word, value in zip(label.classes or (), values, strict=True):
         meant[value].append(word)
-    return f"{label.name}: " + "; ".join(f"{value:g} is {_listed(words)}" for value, words in meant.items())
-
-
-def used_lines(spec: RunSpec, schema: Schema) -> Iterator[str]:
-    """What a run makes of its schema: features, what is learned, and of records that are too long."""
-    names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
-    yield f"features: {_listed(names, 60)}"
-    yield f"label {_label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
-    yield f"l2 norm of a record: {_norm_line(schema, spec)}"
+    return f"{label.name}: " + "; ".join(f"{value:g} is {in_short(words)}" for value, words in meant.items())
 
 
 def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
@@ -190,11 +179,6 @@ def _norm_line(schema: Schema, spec: RunSpec | None) -> str:
     if bound <= limit:
         return f"{told}: within loss.feature_bound, {number(limit)}"
     return f"{told}; what is longer than loss.feature_bound, {number(limit)}, is scaled down to it"
-
-
-def _listed(words: Sequence[str], most: int = _MOST_WORDS) -> str:
-    more = f", and {count(len(words) - most)} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
 
 
 def _print_fit(records: Path, found: Encoded, console: Console) -> None:
@@ -218,33 +202,45 @@ def _print_fit(records: Path, found: Encoded, console: Console) -> None:
 
 _SHOWN = 5
 """Records."""
-_COLUMNS, _CLASSES = 12, 12
-"""That are shown of them, and of the labels."""
-_EDGES = 12
-"""Of a graph that are shown."""
+_COLUMNS = 12
+"""That are shown of them."""
 _LONG = 10
 """Times as long as a loss leaves them: of such rows the largest features are all that is left."""
 
 
-def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> Iterator[str]:
-    """Of records that are there; of those of a schema, which says what is read as what, only how they are dealt.
+def reading_lines(prepared: Prepared, folders: Sequence[Path]) -> Iterator[str]:
+    """What a run makes of its records, and who sends to whom in graphs that are read from files.
+
+    Args:
+        prepared: the run.
+        folders: where data sets that have a name are.
 
     Raises:
-        SottovoceError: they cannot be read.
+        SottovoceError: the records cannot be read.
     """
-    if spec.data.schema is None:
+    spec, data = prepared.run.spec, prepared.data
+    if (schema := spec.data.schema) is not None:
+        names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
+        yield f"features: {in_short(names, 60)}"
+        yield f"label {_label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
+        yield f"l2 norm of a record: {_norm_line(schema, spec)}"
+    elif not spec.data.live:
         yield from _columns(spec, read_source(spec.data, folders))
-    sizes = [len(each.labels) for each in data.learners]
-    got = plural(max(sizes), "record")
-    if min(sizes) < max(sizes):
-        got = f"{count(min(sizes))} to {got}"
-    held = f"{count(len(data.test_labels))} held out for accuracy"
-    yield f"learners: {plural(len(sizes), 'learner')} with {got} each; {held}"
+    if not spec.data.live:
+        sizes = [len(each.labels) for each in data.learners]
+        got = plural(max(sizes), "record")
+        if min(sizes) < max(sizes):
+            got = f"{count(min(sizes))} to {got}"
+        held = f"{count(len(data.test_labels))} held out for accuracy"
+        yield f"learners: {plural(len(sizes), 'learner')} with {got} each; {held}"
+    if spec.topology.file:
+        yield from _edges(spec)
 
 
-def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:
+def long_rows(prepared: Prepared) -> Iterator[Caveat]:
     """Whether records that nothing scaled are mostly cut to a small part of their length."""
-    if spec.data.scale != "none" or spec.data.schema is not None:
+    spec, data = prepared.run.spec, prepared.data
+    if spec.data.live or spec.data.scale != "none" or spec.data.schema is not None:
         return
     limit = spec.loss.feature_bound
     rows = [np.linalg.norm(each.features, axis=-1) > _LONG * limit for each in data.learners]
@@ -257,18 +253,15 @@ def long_rows(spec: RunSpec, data: PlacedData) -> Iterator[Caveat]:
         )
 
 
-def graph_lines(spec: RunSpec) -> Iterator[str]:
-    """The edges of graphs that are read from files: who is meant by their nodes."""
-    if not spec.topology.file:
-        return
+def _edges(spec: RunSpec) -> Iterator[str]:
+    """Who is meant by the nodes of graphs that are read from files."""
     section = spec.topology.without_files(spec.names).model_dump(mode="json")
     graphs = [section["graph"]] if section["graph"] else section["sequence"]["graphs"]
     for graph in graphs:
         if graph["kind"] == "edges":
             between = " to " if graph["directed"] else " and "
             told = [between.join(spec.names[i] for i in edge) for edge in graph["edges"]]
-            more = ", ..." if len(told) > _EDGES else ""
-            yield f"graph: {plural(len(told), 'edge')}: {', '.join(told[:_EDGES])}{more}"
+            yield f"graph: {plural(len(told), 'edge')}: {in_short(told)}"
 
 
 def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
@@ -277,12 +270,12 @@ def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
     if table.header is not None:
         yield f"first line: names of the columns, for {table.header}"
     intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
-    yield f"features: {len(names)} ({_some(names)}){intercept}"
+    yield f"features: {len(names)} ({in_short(names)}){intercept}"
     if note := constant_note(table):
         yield f"note: {note}"
     label = "label" if table.label is None else f"label, column {table.label!r}"
     yield f"{label}: {_meaning(table.labels, spec.loss, spec.data.positive)}"
-    yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {_some((*names[:_COLUMNS], 'label'), _COLUMNS + 1)}"
+    yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {', '.join((*names[:_COLUMNS], 'label'))}"
     for row, own in zip(table.features[:_SHOWN], texts_of(table.labels[:_SHOWN]), strict=True):
         cut = ", ..." if len(row) > _COLUMNS else ""
         yield f"  {', '.join(f'{value:g}' for value in row[:_COLUMNS])}{cut}, {own}"
@@ -301,8 +294,4 @@ def _meaning(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | Non
     how = "" if positive is not None or not loss.binary else "; where another is to be 1, name it in data.positive"
     if loss.binary and len(told) == 1:
         how += ": all are the same, so there is nothing to tell apart"
-    return f"{_some(told, _CLASSES)}{how}"
-
-
-def _some(parts: Sequence[str], most: int = _COLUMNS) -> str:
-    return ", ".join(parts[:most]) + (", ..." if len(parts) > most else "")
+    return f"{in_short(told)}{how}"

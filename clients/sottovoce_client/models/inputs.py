@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce_core.arrays import AnyArray, FloatArray
-from sottovoce_core.data.columns import column_features, read_cells
-from sottovoce_core.data.dataset import load_dataset, read_source, schema_reads
+from sottovoce_core.data.columns import read_cells, read_features
+from sottovoce_core.data.dataset import load_dataset, read_source, require_source
 from sottovoce_core.data.encoding import Encoder, map_labels, texts_of
-from sottovoce_core.data.files import READABLE, npz_features
 from sottovoce_core.data.known import KNOWN
 from sottovoce_core.data.live import LiveRecords
 from sottovoce_core.errors import DataError, SpecError
@@ -80,10 +79,10 @@ class Inputs:
         """The records of a file, as rows of the run.
 
         Raises:
-            SpecError: as `require_file`.
+            SpecError: there is no such file, or it is of another format.
             DataError: it is unreadable, or its records are not those of the run.
         """
-        require_file(path)
+        require_source(path)
         features, want = self._features(path), self.n_features - self.preparation.intercept
         if features.shape[1] != want:
             raise DataError(
@@ -94,33 +93,18 @@ class Inputs:
     def _features(self, path: Path) -> FloatArray:
         data = self.spec.data
         if data.schema is not None:
-            cells, _, _ = read_cells(schema_reads(path))
+            cells, _, _ = read_cells(require_source(path, schema=True))
             found = Encoder.of(data.schema, self.spec.loss, data.positive).columns(cells, labelled=False)
             if found.refused:
                 row, why = next(iter(found.refused.items()))
                 many = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
                 raise DataError(f"{path}: {many}; the first is row {row} (counted from 0), {why}")
             return found.features
-        if path.suffix.lower() == ".npz":
-            features, _ = npz_features(path)
-        else:
-            features, _ = column_features(path, self.columns, data.label)
+        features = read_features(path, self.columns, data.label)
         if not np.isfinite(features).all():
             row = int(np.argwhere(~np.isfinite(features))[0][0])
             raise DataError(f"{path}: row {row} (counted from 0) must have finite numbers alone")
         return features
-
-
-def require_file(path: Path) -> None:
-    """Refuse what is no file of records by its name.
-
-    Raises:
-        SpecError: there is no such file, or it is of another format.
-    """
-    if path.suffix.lower() not in READABLE:
-        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
-    if not path.is_file():
-        raise SpecError(f"records must be in a file that exists, got {path}")
 
 
 def _require_same(spec: RunSpec, own: RunSpec) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from sottovoce_core.data.files import (
     RawTable,
     column_called,
     content_of,
+    is_numeric,
     listed,
+    npz_features,
     why_names,
 )
 from sottovoce_core.errors import DataError, SpecError
@@ -30,7 +33,7 @@ from sottovoce_core.yaml_files import format_of
 
 _TOLD = 12
 """Columns of which an error says what is wrong."""
-_DECLARE = "declare its fields in a schema (`sottovoce init --schema-only` drafts one from public records)"
+_DECLARE = "declare its fields in a schema, or ignore them there (`sottovoce init --schema-only` drafts one from public records)"
 _MORE = 2**16
 """Bytes after the first line of a `.csv` file that may tell that it is another format."""
 _LONGEST_LINE = 2**24
@@ -53,8 +56,11 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     """
     label = None if label is None else normal(label)
     file = _named_table(path, label)
-    label = _label_column(file, label)
-    features = [name for name in file.names if name != label and name not in PLACEMENT]
+    candidates = [name for name in file.names if name not in PLACEMENT]
+    if not candidates:
+        raise SpecError(f"data.label must name a column of {path}, and it has learner and round alone")
+    label = choose_label(candidates, label, f"data.label must name a column of {path}", file.header)
+    features = [name for name in candidates if name != label]
     if not features:
         alone = "; commas must stand between columns" if len(file.names) == 1 else ""
         raise DataError(f"{path} must have a feature column beside the label, got none{alone}")
@@ -64,21 +70,20 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     return RawTable(matrix, own, tuple(features), learner, rounds, label=label, header=file.header)
 
 
-def column_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> tuple[FloatArray, tuple[str, ...]]:
-    """Records of a `.csv` or `.parquet` file that are to be predicted, without their labels.
+def read_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> FloatArray:
+    """Read records that are to be predicted, without their labels: `(records, features)`.
 
     Args:
-        path: the file.
+        path: a `.npz`, `.csv` or `.parquet` file.
         wanted: names of the features, in their order; None: all columns but the label and those of `PLACEMENT`.
         label: of the label column, where there is one; None: `label` or `y`.
-
-    Returns:
-        `(records, features)`, and the names.
 
     Raises:
         DataError: unreadable, a column is missing or not numeric, or a cell is empty.
         SpecError: pyarrow is not installed.
     """
+    if path.suffix.lower() == ".npz":
+        return npz_features(path)
     label = None if label is None else normal(label)
     file = _named_table(path, label)
     others = {*PLACEMENT, *(LABELS if label is None else (label,))}
@@ -88,7 +93,7 @@ def column_features(path: Path, wanted: Sequence[str] | None, label: str | None)
         raise DataError(f"{path} must have a column for every feature of the run, and has none for {listed(lacking)}")
     if not wanted:
         raise DataError(f"{path} must have a feature column, got none")
-    return file.matrix(wanted), tuple(wanted)
+    return file.matrix(wanted)
 
 
 def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
@@ -107,33 +112,32 @@ def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, A
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path, as_text=True, ragged=ragged)
-    names = _names_of(table.schema, path)
-    placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
-    columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
-    placing = table.select([*placed.values()])
-    codes = _codes(path, placing) if path.suffix.lower() == ".csv" and not ragged else {}
-    file = _File(path, placing, [*placed.values()], None, codes)
-    learner, rounds = (file.values(placed[name], "") if name in placed else None for name in PLACEMENT)
+    placing = [name for name in table.column_names if normal(name) in PLACEMENT]
+    columns = {name: _cells(table.column(name)) for name in table.column_names if name not in placing}
+    codes = _codes(path, table.select(placing)) if path.suffix.lower() == ".csv" and not ragged else {}
+    file = _File(path, table.select(placing), [*map(normal, placing)], None, codes)
+    learner, rounds = (file.values(name, "") if name in file.names else None for name in PLACEMENT)
     return columns, learner, rounds
 
 
-def require_names(path: Path, label: str | None = None) -> str | None:
-    """Refuse a `.csv` file whose first line is a record.
+def read_names(path: Path, label: str | None = None) -> tuple[dict[str, bool], str | None]:
+    """The names of the columns of a `.csv` or `.parquet` file.
 
     Args:
         path: the file; its suffix tells the format.
         label: the label column, where somebody has said it.
 
     Returns:
-        Why the first line is taken for names, as `RawTable.header`.
+        Whether a column holds words, by its name as it is compared; and why the first line is taken for names, as
+        `RawTable.header`.
 
     Raises:
-        DataError, SpecError: as `read_columns`.
+        DataError, SpecError: as `read_columns`; also where the first line of a `.csv` is a record.
     """
-    if path.suffix.lower() != ".csv":
-        return None
     table = _arrow_table(path)
-    return why_names([*map(normal, _names_of(table.schema, path))], table.column, label, path)
+    kinds = {normal(each.name): each.type in ("string", "large_string", "bool") for each in table.schema}
+    is_csv = path.suffix.lower() == ".csv"
+    return kinds, why_names([*kinds], table.column, label, path) if is_csv else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +146,8 @@ class _File:
 
     Attributes:
         path: of the file.
-        table: Arrow's; of a `.csv`, with the types that its values suggest.
-        names: of the columns.
+        table: Arrow's, in the order of the names; of a `.csv`, with the types that its values suggest.
+        names: of the columns, as they are compared.
         header: why these are names, as `RawTable.header`.
         codes: columns of a `.csv` that Arrow took for numbers, and that have digits which are none, as text.
     """
@@ -153,6 +157,10 @@ class _File:
     names: list[str]
     header: str | None
     codes: Mapping[str, Any] = field(default_factory=dict)
+
+    def column(self, name: str) -> Any:
+        """Arrow's column of this name."""
+        return self.table.column(self.names.index(name))
 
     def called(self, name: str) -> str:
         """A column in an error."""
@@ -168,30 +176,22 @@ class _File:
         Raises:
             DataError: it has an empty cell, or values that are neither.
         """
-        types = import_extra("pyarrow", "pyarrow", "reading columns").types
-        column = self._column(name)
-        kind = column.type
+        column = self.column(name)
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy())[0])
             raise DataError(
                 f"{self.path}: row {row} (counted from 0), {self.called(name)} must hold a value, got an empty cell, or a word "
                 f"for one (nan, NA, null){advice}"
             )
-        truth = types.is_boolean(kind) and normal(name) not in PLACEMENT
-        numeric = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or truth
+        numeric = is_numeric(column.type) or (column.type == "bool" and name not in PLACEMENT)
         if numeric and name not in self.codes and not _loses_digits(column):
             return as_floats(column.cast("float64", safe=False).to_numpy())
         values = _values_of_python(self.codes.get(name, column))
         if any(plain_value(value) is OTHER for value in values):
-            raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {kind}")
+            raise DataError(f"{self.path}: {self.called(name)} must hold numbers or text, got type {column.type}")
         return np.array(
             [value.strip() for value in values] if name in self.codes else [*map(str, values)], dtype=np.str_
         )
-
-    def _column(self, name: str) -> Any:
-        column = self.table.column(name)
-        types = import_extra("pyarrow", "pyarrow", "reading columns").types
-        return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
 
     def matrix(self, features: Sequence[str]) -> FloatArray:
         """The columns that are learned from, `(records, features)`.
@@ -202,41 +202,24 @@ class _File:
         if wrong := [(name, why) for name in features if (why := self._no_feature(name))]:
             told = " and ".join(f"{self.called(name)} {why}" for name, why in wrong[:_TOLD])
             it = "it" if len(wrong) == 1 else "them"
-            advice = f"{_DECLARE}, or drop {it}"
-            if not all(self._is_declarable(name) for name, _ in wrong):
-                advice = f"drop {it}" + (
-                    f", or name {it} under ignored in a schema" if all(name for name, _ in wrong) else ""
-                )
-            raise DataError(f"{self.path}: {told}; {advice}")
+            raise DataError(f"{self.path}: {told}; {_DECLARE}, or drop {it}")
         return as_floats(np.column_stack([self.values(name, f"; or {_DECLARE}") for name in features]))
 
     def _no_feature(self, name: str) -> str:
         """Why a column is nothing to learn from; empty: it is something."""
         if is_index(name):
             return f"must be a field of the records, and is {INDEX}"
-        types = import_extra("pyarrow", "pyarrow", "reading columns").types
-        kind = self._column(name).type
+        column = self.column(name)
         if name in self.codes:
             return f"must be numeric, got {CODES}"
-        if types.is_decimal(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-            return f"must be numeric, got {DIGITS}" if _loses_digits(self._column(name)) else ""
-        return "" if types.is_null(kind) else f"must be numeric, got type {kind}"
-
-    def _is_declarable(self, name: str) -> bool:
-        """Whether a schema can have a field for a column."""
-        if is_index(name):
-            return False
-        if self.path.suffix.lower() == ".csv":  # all of which is text to a schema
-            return True
-        types = import_extra("pyarrow", "pyarrow", "reading columns").types
-        kind = self._column(name).type
-        odd = (types.is_nested, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-        return not any(each(kind) for each in (*odd, types.is_time, types.is_duration, types.is_interval))
+        if is_numeric(column.type) or column.type == "bool":
+            return f"must be numeric, got {DIGITS}" if _loses_digits(column) else ""
+        return "" if column.type == "null" else f"must be numeric, got type {column.type}"
 
 
 def _loses_digits(column: Any) -> bool:
     """Whether float64 cannot hold some of a column's whole numbers."""
-    types = import_extra("pyarrow", "pyarrow", "reading columns").types
+    types = _arrow().types
     if types.is_integer(column.type):
         return loses_digits(column.drop_null().to_numpy())
     if not types.is_decimal(column.type):
@@ -253,41 +236,35 @@ def _named_table(path: Path, label: str | None) -> _File:
         SpecError: pyarrow is not installed.
     """
     table = _arrow_table(path)
-    names = [*map(normal, _names_of(table.schema, path))]
+    names = [*map(normal, table.column_names)]
     is_csv = path.suffix.lower() == ".csv"
     if is_csv and any(each.type == "binary" for each in table.schema):  # what Arrow takes for no text
         raise DataError(f"{path} must be a readable .csv file: {_AS_UTF_8}{_LATIN}")
     why = why_names(names, table.column, label, path) if is_csv else None
     if not table.num_rows:
         raise DataError(f"{path} must hold at least one record, and has column names alone")
-    codes = {normal(name): text for name, text in _codes(path, table).items()} if is_csv else {}
-    return _File(path, table.rename_columns(names), names, why, codes)
-
-
-def _are_whole(column: Any) -> bool:
-    compute = import_extra("pyarrow.compute", "pyarrow", "reading columns")
-    return bool(compute.all(compute.equal(column, compute.floor(column))).as_py())
+    return _File(path, table, names, why, _codes(path, table) if is_csv else {})
 
 
 def _codes(path: Path, table: Any) -> dict[str, Any]:
     """Columns of a `.csv` file that were taken for numbers, and have values that are written as codes are: as text."""
-    arrow, csv, compute = (
-        import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute")
-    )
-    types = arrow.types
-    names = [each.name for each in table.schema if types.is_integer(each.type)]
-    floats = (each.name for each in table.schema if types.is_floating(each.type))
-    names += [name for name in floats if _are_whole(table.column(name))]  # more digits than an integer has
-    if not names:
+    arrow = _arrow()
+    types, compute = arrow.types, arrow.compute
+
+    def may_be(column: Any) -> bool:  # more digits than an integer has make a number
+        floating = types.is_floating(column.type)
+        whole = floating and compute.all(compute.equal(column, compute.floor(column))).as_py()
+        return bool(types.is_integer(column.type) or whole)
+
+    if not (names := [name for name in table.column_names if may_be(table.column(name))]):
         return {}
-    as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), include_columns=names)
-    text = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_text)
+    text = arrow.csv.read_csv(path, parse_options=_lines(), convert_options=_as_text(names, include_columns=names))
     code = rf"^\s*({CODE})\s*$"
-    columns = {name: text.column(name) for name in names}
-    return {name: own for name, own in columns.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
+    found = {normal(name): text.column(name) for name in names}
+    return {name: own for name, own in found.items() if compute.any(compute.match_substring_regex(own, code)).as_py()}
 
 
-def _names_of(columns: Any, path: Path) -> list[str]:
+def _require_names(columns: Any, path: Path) -> list[str]:
     """The names of an Arrow schema's columns; no error quotes them, for a file without a header line has a record in their place.
 
     Raises:
@@ -309,7 +286,7 @@ def _names_of(columns: Any, path: Path) -> list[str]:
 
 def _cells(column: Any) -> Any:
     """A column as numbers where all are, else as a list."""
-    arrow = import_extra("pyarrow", "pyarrow", "reading columns")
+    arrow = _arrow()
     types = arrow.types
     if types.is_timestamp(column.type):  # nanoseconds are for pandas
         column = column.cast(arrow.timestamp("us", column.type.tz), safe=False)
@@ -332,6 +309,18 @@ def _value_of_python(cell: Any) -> Any:
         return OTHER
 
 
+def _arrow(what: str = "reading columns") -> Any:
+    """The package pyarrow with what reads files of columns.
+
+    Raises:
+        SpecError: it is not installed; `what` needs it.
+    """
+    arrow = import_extra("pyarrow", "pyarrow", what)
+    for module in ("pyarrow.csv", "pyarrow.compute", "pyarrow.parquet"):
+        import_extra(module, "pyarrow", what)
+    return arrow
+
+
 def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
     """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT`.
 
@@ -339,12 +328,18 @@ def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None 
         path, ragged: as of `read_cells`.
         as_text: see above.
     """
-    arrow = import_extra("pyarrow", "pyarrow", f"reading {path.suffix} files")
+    arrow = _arrow(f"reading {path.suffix} files")
     try:
         if path.suffix.lower() == ".csv":
-            return _csv_table(path, as_text=as_text, ragged=ragged)
-        # One file, not a data set: a folder named a=b on the way to it must not become a column.
-        return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
+            table = _csv_table(path, as_text=as_text, ragged=ragged)
+        else:  # one file, not a data set: a folder named a=b on the way to it must not become a column
+            table = arrow.parquet.ParquetFile(path).read()
+        _require_names(table.schema, path)
+        plain = [
+            column.cast(column.type.value_type) if arrow.types.is_dictionary(column.type) else column
+            for column in table.columns
+        ]
+        return arrow.table(plain, names=table.column_names)
     except MemoryError:
         raise DataError(f"{path} must fit into memory, got more records than do") from None
     except OSError as error:
@@ -363,51 +358,50 @@ def _instead(path: Path) -> str:
 
 def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     _require_csv(path)
-    arrow, csv = (import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv"))
-    lines, convert = csv.ParseOptions(newlines_in_values=True), csv.ConvertOptions()
+    arrow, convert = _arrow(), None
+    csv = arrow.csv
     if as_text:
-        with csv.open_csv(path, parse_options=lines if ragged is None else _passing_over(lambda row: None)) as first:
-            names = [name for name in _names_of(first.schema, path) if normal(name) not in PLACEMENT]
-        convert = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
+        with csv.open_csv(path, parse_options=_lines(None if ragged is None else [])) as first:
+            names = _require_names(first.schema, path)
+        convert = _as_text([name for name in names if normal(name) not in PLACEMENT])
     try:
-        return csv.read_csv(path, parse_options=lines, convert_options=convert)
+        return csv.read_csv(path, parse_options=_lines(), convert_options=convert)
     except arrow.ArrowInvalid as error:
-        if ragged is not None and _RAGGED.match(str(error)):
-            return _without_ragged(path, convert, ragged)
-        raise
-
-
-def _without_ragged(path: Path, convert: Any, ragged: list[int]) -> Any:
-    """The rows that have as many values as the header; where the others are is told.
-
-    Raises:
-        DataError: one of the others is all that follows a quote which is never closed.
-    """
-    csv, found = import_extra("pyarrow.csv", "pyarrow", "reading .csv files"), list[tuple[int, bool]]()
-
-    def note(row: Any) -> None:  # rows are numbered from 1, the header's
-        found.append((row.number - 2, bool(row.text.count('"') % 2)))
-
-    # In threads nobody knows the numbers of rows.
-    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _passing_over(note), convert)
-    for place, is_open in found:
-        if is_open:
+        if "columns, got" not in str(error):
+            raise
+    # In threads nobody knows the numbers of rows, which count from 1, the header's.
+    found = None if ragged is None else list[Any]()
+    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _lines(found), convert)
+    for row in found or ():
+        if row.text.count('"') % 2:
             raise DataError(
-                f"{path} must be a readable .csv file: a quote in row {place} (counted from 0) is never closed, or a lone one"
+                f"{path} must be a readable .csv file: a quote in row {row.number - 2} (counted from 0) is never closed, or a "
+                "lone one"
             )
-    ragged += [place for place, _ in found]
+        if ragged is not None:
+            ragged.append(row.number - 2)
     return table
 
 
-def _passing_over(note: Callable[[Any], None]) -> Any:
-    """To leave out rows that have not as many values as the header, each of which is told."""
+def _lines(others: list[Any] | None = None) -> Any:
+    """How rows are found.
 
-    def skip(row: Any) -> str:
-        note(row)
+    Args:
+        others: gets the rows that have not as many values as the header, which are left out then; None: there must be none.
+    """
+
+    def skip(row: Any, others: list[Any]) -> str:
+        others.append(row)
         return "skip"
 
-    csv = import_extra("pyarrow.csv", "pyarrow", "reading .csv files")
-    return csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    handler = None if others is None else partial(skip, others=others)
+    return _arrow().csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler)
+
+
+def _as_text(names: Sequence[str], **options: Any) -> Any:
+    """To read columns as text; of others, types are guessed."""
+    arrow = _arrow()
+    return arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), **options)
 
 
 _AS_UTF_8 = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"
@@ -444,9 +438,6 @@ def _require_csv(path: Path) -> None:
         raise DataError(f"{path} must begin with a line of column names, got a spreadsheet's sep=; remove it")
 
 
-_RAGGED = re.compile(r"CSV parse error: (?:Row #(\d+): )?Expected (\d+) columns, got (\d+)")
-
-
 def _unquoted(path: Path, text: str) -> str:
     """What Arrow says of a broken file, as far as it quotes nothing of it."""
     if "Empty CSV file" in text:
@@ -455,46 +446,19 @@ def _unquoted(path: Path, text: str) -> str:
         return f"{_AS_UTF_8}{_LATIN}"
     if "straddling object" in text:
         return "a row is longer than 1 MiB: see whether a quote in it is never closed, or drop its long column"
-    if (ragged := _RAGGED.match(text)) is None:
+    if (other := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", text)) is None:
         return _instead(path)
-    row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
-    where = f" in row {int(row) - 2} (counted from 0)" if row else ""  # Arrow's row 1 is the header
+    row, wanted, got = other.groups()
     with path.open("rb") as file:
         advice = "; its first line begins with #: remove it if it is a comment" if file.read(1) == b"#" else ""
-    return f"each row must have {wanted} columns, as the first one has, got {got}{where}{advice}"
+    return f"each row must have {wanted} columns, as the first one has, got {got} in row {int(row) - 2} (counted from 0){advice}"
 
 
-def _in_one_thread(path: Path) -> str:
-    """What Arrow says of a broken file if it counts the rows."""
-    arrow, csv = (import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv"))
-    try:
-        csv.read_csv(path, csv.ReadOptions(use_threads=False), csv.ParseOptions(newlines_in_values=True))
-    except arrow.ArrowException as error:
-        return str(error)
-    return ""
-
-
-def default_label(names: list[str]) -> str:
-    """The label column where nobody has said which: `label`, else `y`, else the last one."""
-    return next((name for name in LABELS if name in names), names[-1])
-
-
-def _label_column(file: _File, label: str | None) -> str:
-    """The label column that was asked for, or the default one."""
-    candidates = [name for name in file.names if name not in PLACEMENT]
-    if not candidates:
-        raise SpecError(f"data.label must name a column of {file.path}, and it has learner and round alone")
-    if label is None:
-        return default_label(candidates)
-    require_column(candidates, label, f"data.label must name a column of {file.path}", file.header)
-    return label
-
-
-def require_column(names: Sequence[str], label: str, must: str, header: str | None = None) -> None:
-    """Refuse a label that is no column.
+def choose_label(names: Sequence[str], label: str | None, must: str, header: str | None = None) -> str:
+    """The label column that was asked for, else `label`, else `y`, else the last one.
 
     Args:
-        names: of the columns.
+        names: of the columns that may be it.
         label: that was asked for.
         must: what it must do.
         header: why the names are names, as `RawTable.header`; where they may be a record, only one that is near is quoted.
@@ -502,8 +466,10 @@ def require_column(names: Sequence[str], label: str, must: str, header: str | No
     Raises:
         SpecError: it is none of them.
     """
+    if label is None:
+        return next((name for name in LABELS if name in names), names[-1])
     if label in names:
-        return
+        return label
     near = difflib.get_close_matches(label, names, 1)
     known = f" ({listed(names)})" if header != UNSURE else f"; did you mean {near[0]!r}?" if near else ""
     raise SpecError(f"{must}, got {label!r}{known}")

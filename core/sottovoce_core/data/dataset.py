@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from sottovoce_core.arrays import AnyArray, FloatArray, IntArray, as_floats, loses_digits
-from sottovoce_core.data.cells import INDEX, is_index, normal
+from sottovoce_core.arrays import AnyArray, Batch, FloatArray, IntArray, as_floats, loses_digits
+from sottovoce_core.data.cells import normal
 from sottovoce_core.data.columns import OTHER_WIDTH, read_cells, read_columns
-from sottovoce_core.data.drafting import DIFFER, IDENTIFIER, are_gaps, is_identifier, may_identify, nearly_all_differ
+from sottovoce_core.data.drafting import require_learnable
 from sottovoce_core.data.encoding import Encoded, Encoder, map_labels, texts_of
 from sottovoce_core.data.files import READABLE, SCHEMA_READS, RawTable, misfit, read_npz
 from sottovoce_core.data.known import KNOWN, VARIABLE, find, nearest
@@ -90,13 +89,6 @@ def _vital_signs() -> RawTable:
     )
 
 
-class Labelled(NamedTuple):
-    """Records with their labels: `(records, features)` and `(records,)`."""
-
-    features: FloatArray
-    labels: FloatArray
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Records of one source, before anybody got any of them.
@@ -111,7 +103,7 @@ class Dataset:
             learners of the run.
         learner_names: names that the source calls learners by.
         round: `(records,)` the round in which a record is learned.
-        test: a part that the source itself holds out.
+        test: a part that the source itself holds out: `(records, features)` and `(records,)`.
         class_names: what the source calls the classes, by rank; none where the label is a number.
     """
 
@@ -122,7 +114,7 @@ class Dataset:
     learner: IntArray | None = None
     learner_names: tuple[str, ...] | None = None
     round: IntArray | None = None
-    test: Labelled | None = None
+    test: Batch | None = None
     class_names: tuple[str, ...] = ()
 
 
@@ -147,11 +139,10 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = (), me
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive, meant=meant)
     n = len(table.features)
-    learner, names = _learner_column(table.learner, data.source)
-    rounds = None if table.round is None else _indices(table.round, "round", data.source)
-    test = None if table.test is None else Labelled(table.test[0], mapped[n:])
+    test = None if table.test is None else Batch(table.test[0], mapped[n:])
     named = () if loss.n_classes is None else tuple(texts_of(np.unique(labels)))
-    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test, named)
+    placed = _placement(table.learner, table.round, data.source)
+    return Dataset(data.source, table.features, mapped[:n], classes[:n], *placed, test, named)
 
 
 def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
@@ -196,19 +187,9 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
         counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
         hint = f"; {found.hint}" if found.hint else ""
         raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}{hint}")
-    owners, names = _learner_column(learner, data.source)
-    placed = None if rounds is None else _indices(rounds, "round", data.source)
-    return Dataset(
-        data.source,
-        found.features,
-        found.labels,
-        found.classes,
-        owners,
-        names,
-        placed,
-        None,
-        schema.label.classes or (),
-    )
+    placed = _placement(learner, rounds, data.source)
+    named = schema.label.classes or ()
+    return Dataset(data.source, found.features, found.labels, found.classes, *placed, class_names=named)
 
 
 def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
@@ -219,7 +200,7 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
         DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
     ragged = list[int]()
-    columns, learner, rounds = read_cells(schema_reads(path), ragged)
+    columns, learner, rounds = read_cells(require_source(path, schema=True), ragged)
     schema, there = encoder.schema, {normal(name) for name in columns}
     declared = [*schema.features, schema.label.name]
     wanted = {name: name in there for name in declared}
@@ -231,23 +212,20 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
     return found, learner, rounds
 
 
-def schema_reads(path: Path) -> Path:
-    """A file that a schema can read, by its name.
+def require_source(path: Path, *, schema: bool = False) -> Path:
+    """The path of a file of records, where there is one.
+
+    Args:
+        path: of the file.
+        schema: whether a schema is to read it.
 
     Raises:
         SpecError: there is no such file, or it is of another format.
     """
-    if path.suffix.lower() not in SCHEMA_READS:
+    if schema and path.suffix.lower() not in SCHEMA_READS:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
-    return require_source(path)
-
-
-def require_source(path: Path) -> Path:
-    """The file, where there is one.
-
-    Raises:
-        SpecError: there is none.
-    """
+    if path.suffix.lower() not in READABLE:
+        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
     if path.is_dir():
         raise SpecError(f"records must be in a file, got the folder {path}; name a file in it")
     if not path.is_file():
@@ -292,7 +270,7 @@ def _check(table: RawTable, source: str) -> None:
     for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
         _check_length(name, values, len(table.features), source)
     _check_finite(table, table.features, table.labels, source)
-    _check_fields(table, source)
+    require_learnable(table, source)
     if table.test is not None:
         features, labels = table.test
         if features.shape[1] != table.features.shape[1]:
@@ -333,40 +311,15 @@ def _finite(number: float) -> str:
     return f"must be a finite number, got {number}"
 
 
-def _check_fields(table: RawTable, source: str) -> None:
-    """No column is an index or names records, and every label is one: as `init --schema-only` sees it."""
-    for k, name in enumerate(table.columns or ()):
-        values = table.features[:, k]
-        why = INDEX if is_index(name) else ""
-        if may_identify(name) and (values == np.floor(values)).all():
-            why = IDENTIFIER if is_identifier(name, len(np.unique(values)), len(values)) else why
-        if why:
-            raise DataError(
-                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
-                "ignored in a schema"
-            )
-    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
-    if labels.dtype.kind != "U":
-        return
-    words = np.unique(labels).tolist()
-    if nearly_all_differ(len(words), len(labels)):
-        raise DataError(
-            f"{source}: the label must be one of a few words, or a number, got a column of which {DIFFER}; choose another label"
-        )
-    if gaps := are_gaps(words):
-        missing = int(np.isin(labels, gaps).sum())
-        raise DataError(
-            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
-            "or a word for it such as NA or ?): drop these, or choose another label"
-        )
-
-
-def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:
-    """Learners as indices, and the names that they index where the column holds names."""
-    if values is None or values.dtype.kind not in "US":
-        return None if values is None else _indices(values, "learner", source), None
-    names, index = np.unique(values.astype(np.str_), return_inverse=True)
-    return index.astype(np.int64), tuple(str(name) for name in names)
+def _placement(
+    learner: AnyArray | None, rounds: AnyArray | None, source: str
+) -> tuple[IntArray | None, tuple[str, ...] | None, IntArray | None]:
+    """Learners as indices, the names that they index where the column holds names, and rounds."""
+    placed = None if rounds is None else _indices(rounds, "round", source)
+    if learner is None or learner.dtype.kind not in "US":
+        return None if learner is None else _indices(learner, "learner", source), None, placed
+    names, index = np.unique(learner.astype(np.str_), return_inverse=True)
+    return index.astype(np.int64), tuple(map(str, names)), placed
 
 
 def _indices(values: AnyArray, column: str, source: str) -> IntArray:

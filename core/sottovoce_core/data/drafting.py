@@ -33,29 +33,29 @@ from sottovoce_core.data.cells import (
     number_of,
     plain_value,
 )
-from sottovoce_core.data.columns import default_label, require_column
+from sottovoce_core.data.columns import choose_label
 from sottovoce_core.data.encoding import alike
-from sottovoce_core.data.fields import LONGEST, BooleanType
-from sottovoce_core.data.files import column_called
+from sottovoce_core.data.fields import LONGEST, truth_of
+from sottovoce_core.data.files import RawTable, column_called
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError
 from sottovoce_core.explaining import requirement
 from sottovoce_core.registry import LARGEST
 from sottovoce_core.yaml_files import write_yaml
 
-MOST_WORDS = 50
+_MOST_WORDS = 50
 """Different words of a category."""
 _FEW_WORDS, _MOST_CLASSES = 10, 20
 _MOST_BITS = 1023
 """Of a whole number that float64 can hold."""
-ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
+_ALWAYS: tuple[str, ...] = Schema.model_fields["missing_values"].default
 """What counts as no value in a schema that says nothing of it."""
 _MOSTLY = 0.8
 """Share of a column from which on the others are taken for mistakes."""
 _SMALL = 5
 """Records among which nothing follows from all being different."""
 _NEARLY = 0.9
-DIFFER = "nearly all values differ: it names records, or is free text"
+_DIFFER = "nearly all values differ: it names records, or is free text"
 
 _NEVER_WORDS = frozenset({"n/a", "n.a.", "#n/a", "nan", "null", "<na>", "nat"})
 """What means that there is no value, wherever it stands."""
@@ -65,14 +65,14 @@ _AMONG_OTHERS = frozenset({"none", "nil", "-", "--", ".", "unknown"})
 
 _IDENTIFIER = re.compile(r"(?i:(.*[ _.-])?id)|.*[a-z]I[dD]")
 _CODE = re.compile(CODE, re.ASCII)
-IDENTIFIER = "it names records"
+_NAMES_RECORDS = "it names records"
 _OTHER_DATE = re.compile(r"(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./-]\d{1,2}[./-]\d{1,2})\b.*", re.ASCII)
 
 _Field = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class _Drafted:
     """What a column was taken for.
 
     Attributes:
@@ -148,25 +148,19 @@ def _is_code(value: Plain | Other) -> bool:
     return isinstance(value, str) and _CODE.fullmatch(value) is not None
 
 
-def may_identify(name: str) -> bool:
+def _may_identify(name: str) -> bool:
     """Whether a column is called like an identifier."""
     return _IDENTIFIER.fullmatch(normal(name)) is not None
 
 
-def is_identifier(name: str, distinct: int, records: int) -> bool:
-    """Whether whole numbers or words name records, by the column's name and how many of them differ."""
-    return may_identify(name) and (distinct == records > 1 or distinct > MOST_WORDS)
+def _is_identifier(distinct: int, records: int) -> bool:
+    """Whether whole numbers or words of a column that is called so name records, by how many of them differ."""
+    return distinct == records > 1 or distinct > _MOST_WORDS
 
 
-def nearly_all_differ(distinct: int, records: int) -> bool:
+def _nearly_all_differ(distinct: int, records: int) -> bool:
     """Whether so many different words among so many records are no categories."""
     return records >= _SMALL and distinct > _NEARLY * records
-
-
-def are_gaps(words: Iterable[str]) -> list[str]:
-    """Those of some words that mean that there is no value, wherever they stand."""
-    missing = Missing.of((*ALWAYS, *_NEVER_WORDS))
-    return [word for word in words if missing.has(normal(word))]
 
 
 def _is_date(value: Plain | Other) -> bool:
@@ -179,18 +173,18 @@ _Taken = tuple[_Field | None, str]
 """A field, as a schema has it, or None; and why, in words."""
 
 
-def _draft_feature(name: str, seen: _Seen) -> Drafted:
+def _draft_feature(name: str, seen: _Seen) -> _Drafted:
     """What a column gives to learn from, if anything."""
     if not seen.values:
-        return Drafted(name, None, "no record of the sample has a value")
+        return _Drafted(name, None, "no record of the sample has a value")
     field, why = (None, INDEX) if is_index(name) else _by_name(name, seen) or _taken(seen)
     if field is not None and seen.gaps:
         field = {**field, "missing": "flag"}
         why = f"{why}; {_missing(seen)}" if why else _missing(seen)
-    return Drafted(name, field, why)
+    return _Drafted(name, field, why)
 
 
-def _draft_label(name: str, seen: _Seen, called: str) -> Drafted:
+def _draft_label(name: str, seen: _Seen, called: str) -> _Drafted:
     """What a column gives to learn.
 
     Args:
@@ -215,7 +209,7 @@ def _draft_label(name: str, seen: _Seen, called: str) -> Drafted:
     if field["type"] == "category":
         why = "classes 0, 1, ... in this order; of two kinds, the later half counts as 1, or what data.positive names"
         why += f"; {told}" if (told := alike(map(str, field["categories"]))) else ""
-    return Drafted(name, field, why)
+    return _Drafted(name, field, why)
 
 
 def _missing(seen: _Seen) -> str:
@@ -224,10 +218,10 @@ def _missing(seen: _Seen) -> str:
 
 def _by_name(name: str, seen: _Seen) -> _Taken | None:
     """Of a column that is called an identifier: a few codes, or whatever names records."""
-    if not may_identify(name) or not all(map(_is_whole, seen.values)):
+    if not _may_identify(name) or not all(map(_is_whole, seen.values)):
         return None
-    if is_identifier(name, len(seen.values), seen.records):
-        return None, IDENTIFIER
+    if _is_identifier(len(seen.values), seen.records):
+        return None, _NAMES_RECORDS
     return _classes(seen) or _words(seen)
 
 
@@ -244,8 +238,8 @@ def _taken(seen: _Seen) -> _Taken:
 
 
 def _boolean(seen: _Seen) -> _Taken | None:
-    found = set(map(BooleanType().parse, seen.values))
-    if any(isinstance(each, Flaw) for each in found):
+    found = set(map(truth_of, seen.values))
+    if None in found:
         return None
     return ({"type": "boolean"}, "") if len(found) == 2 or not all(map(_is_number, seen.values)) else None
 
@@ -332,15 +326,52 @@ def _words(seen: _Seen) -> _Taken:
     words = sorted({str(value) for value in seen.values})
     if max(map(len, words)) > LONGEST:
         return None, f"free text, of more than {LONGEST} characters"
-    if nearly_all_differ(len(words), seen.records):
-        return None, DIFFER
-    if len(words) > MOST_WORDS or (len(words) > _FEW_WORDS and 2 * len(words) > seen.records):
+    if _nearly_all_differ(len(words), seen.records):
+        return None, _DIFFER
+    if len(words) > _MOST_WORDS or (len(words) > _FEW_WORDS and 2 * len(words) > seen.records):
         return None, f"{len(words):,} different words in {seen.records:,} records are too many for categories"
     return {"type": "category", "categories": words}, alike(words)
 
 
 def _is_short_code(value: Plain | Other) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < LONGEST
+
+
+def require_learnable(table: RawTable, source: str) -> None:
+    """Refuse a table of which a draft would leave something out.
+
+    Args:
+        table: records without a schema.
+        source: of them.
+
+    Raises:
+        DataError: a column is an index or names records, or the labels are none that can be learned.
+    """
+    for k, name in enumerate(table.columns or ()):
+        values = table.features[:, k]
+        why = INDEX if is_index(name) else ""
+        if _may_identify(name) and (values == np.floor(values)).all():
+            why = _NAMES_RECORDS if _is_identifier(len(np.unique(values)), len(values)) else why
+        if why:
+            raise DataError(
+                f"{source}: {table.called(k)} must be a field to learn from, and is none: {why}; drop it, or name it under "
+                "ignored in a schema"
+            )
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    if labels.dtype.kind != "U":
+        return
+    words = np.unique(labels).tolist()
+    if _nearly_all_differ(len(words), len(labels)):
+        raise DataError(
+            f"{source}: the label must be one of a few words, or a number, got a column of which {_DIFFER}; choose another label"
+        )
+    gone = Missing.of((*_ALWAYS, *_NEVER_WORDS))
+    if gaps := [word for word in words if gone.has(normal(word))]:
+        missing = int(np.isin(labels, gaps).sum())
+        raise DataError(
+            f"{source}: the label must have a value in every record, and is missing in {missing:,} of {len(labels):,} (empty, "
+            "or a word for it such as NA or ?): drop these, or choose another label"
+        )
 
 
 _WIDE = 100
@@ -362,17 +393,17 @@ class Draft:
         missing_values: what counts as no value.
     """
 
-    columns: tuple[Drafted, ...]
-    label: Drafted
+    columns: tuple[_Drafted, ...]
+    label: _Drafted
     missing_values: tuple[str, ...]
 
     @property
-    def features(self) -> tuple[Drafted, ...]:
+    def features(self) -> tuple[_Drafted, ...]:
         """What is learned from."""
         return tuple(each for each in self.columns if each.field is not None)
 
     @property
-    def ignored(self) -> tuple[Drafted, ...]:
+    def ignored(self) -> tuple[_Drafted, ...]:
         """What is not."""
         return tuple(each for each in self.columns if each.field is None)
 
@@ -395,7 +426,7 @@ class Draft:
         if self.ignored:
             parts += ["ignored:\n", *(indent(_commented(each.why, [each.name]), "  ") for each in self.ignored)]
         parts.append(_commented(self.label.why, {"label": document["label"]}))
-        if self.missing_values != ALWAYS:
+        if self.missing_values != _ALWAYS:
             parts.append(_dumped({"missing_values": document["missing_values"]}))
         return "".join(parts)
 
@@ -436,9 +467,9 @@ def draft(columns: Mapping[str, Any], label: str | None = None, header: str | No
             f"every column must have a name, and column {at} (counted from 0) has none: name it or drop it (pandas "
             "writes the index of a table so)"
         )
-    label = default_label([*named]) if label is None else normal(label)
-    require_column([*named], label, "the label must be one of the columns")
-    missing_values = (*ALWAYS, *_find_gaps(named.values(), ALWAYS))
+    label = None if label is None else normal(label)
+    label = choose_label([*named], label, "the label must be one of the columns", header)
+    missing_values = (*_ALWAYS, *_find_gaps(named.values(), _ALWAYS))
     seen = {name: _Seen.of(cells, Missing.of(missing_values)) for name, cells in named.items()}
     drafted = tuple(_draft_feature(name, each) for name, each in seen.items() if name != label)
     called = {name: column_called(k, name, header).replace("column '", "'") for k, name in enumerate(named)}

@@ -15,13 +15,14 @@ import numpy as np
 
 from sottovoce_core.arrays import AnyArray, BoolArray, FloatArray, IntArray, as_floats
 from sottovoce_core.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
-from sottovoce_core.data.fields import CategoryType, Label, Typed, truth_of
+from sottovoce_core.data.fields import Feature, Label, truth_of
 from sottovoce_core.data.spec import Schema
 from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.losses import Loss
+from sottovoce_core.text import in_short
 
-_SHOWN = 12
-"""How many labels an error message lists."""
+_FEW = 12
+"""Labels that an error may list."""
 _TRUTHS = {"yes", "no", "on", "off", "true", "false"}
 
 
@@ -66,8 +67,8 @@ def map_labels(
 
 def _told(labels: AnyArray, distinct: AnyArray) -> str:
     """Labels for an error, where they are a few classes; empty: they may tell of single records, and nothing quotes them."""
-    few = len(distinct) <= _SHOWN and 2 * len(distinct) <= len(labels)
-    return f": {_listed(texts_of(distinct))}" if few else ""
+    few = len(distinct) <= _FEW and 2 * len(distinct) <= len(labels)
+    return f": {in_short(texts_of(distinct))}" if few else ""
 
 
 def _core(text: str) -> str:
@@ -82,15 +83,10 @@ def alike(texts: Iterable[str]) -> str:
         kinds.setdefault(_core(text), []).append(text)
     same = [" and ".join(map(repr, kind)) for kind in kinds.values() if len(kind) > 1]
     return (
-        f"{'; '.join(same[:_SHOWN])} differ by case, blanks or a final dot alone: write them alike if they are one"
+        f"{'; '.join(same[:_FEW])} differ by case, blanks or a final dot alone: write them alike if they are one"
         if same
         else ""
     )
-
-
-def near(text: str, declared: Iterable[str]) -> str | None:
-    """The declared label that a word differs from by case, blanks or a final dot alone; None: there is none."""
-    return next((each for each in declared if _core(each) == _core(text)), None)
 
 
 def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None, *, many: bool) -> float:
@@ -152,7 +148,7 @@ def _class_labels(
     if loss.binary:
         return _is_positive(classes, positive, these, shown=shown)
     if len(classes) > (loss.n_classes or 0):
-        found = f"{len(classes)} labels{f': {_listed(classes)}' if shown else ''}"
+        found = f"{len(classes)} labels{f': {in_short(classes)}' if shown else ''}"
         raise SpecError(f"loss.classes must be at least the number of labels {these}, got {loss.n_classes} for {found}")
     return np.arange(len(classes), dtype=np.float64)
 
@@ -167,10 +163,10 @@ def _is_positive(
     if unknown := sorted(wanted - set(texts)):
         bare = {"0", "1"}.issuperset(unknown) and _TRUTHS & {text.lower() for text in texts}
         advice = "; without quotes YAML takes true and false for 1 and 0: put quotes around them" if bare else ""
-        known = f" ({_listed(texts)})" if shown else ""
-        raise SpecError(f"data.positive must name labels {these}{known}, got {_listed(unknown)}{advice}")
+        known = f" ({in_short(texts)})" if shown else ""
+        raise SpecError(f"data.positive must name labels {these}{known}, got {in_short(unknown)}{advice}")
     if not 0 < len(wanted) < len(texts):
-        known = f"labels {_listed(texts)}" if shown else f"{len(texts)} labels"
+        known = f"labels {in_short(texts)}" if shown else f"{len(texts)} labels"
         raise SpecError(f"data.positive must name some of the {known}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])
 
@@ -180,11 +176,6 @@ def texts_of(distinct: AnyArray) -> list[str]:
     if distinct.dtype.kind != "f":
         return [str(label) for label in distinct]
     return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
-
-
-def _listed(texts: Sequence[str]) -> str:
-    """The first few, for a message."""
-    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
 
 
 UNDECLARED = "a field that is neither declared nor ignored, or is there twice"
@@ -328,14 +319,12 @@ class Encoder:
     def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
         schema, n = self.schema, len(odd)
         nothing: Cells = [None] * n
-        features, at, nearly = np.zeros((n, schema.width)), 0, dict[str, Sequence[str]]()
+        features, nearly = np.zeros((n, schema.width)), dict[str, Sequence[str]]()
         refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
         for name, feature in schema.features.items():
-            end = at + len(feature.names(name))
-            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, at:end])
+            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, schema.places[name]])
             _refuse(refused, name, flaws)
             nearly |= _near(name, feature, cells.get(name, nothing), flaws)
-            at = end
         told = np.zeros(n)
         if labelled:
             told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
@@ -357,13 +346,12 @@ def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str
     return class_named(str(told), classes) if flaw != FITS else classes[int(place)]
 
 
-def _near(name: str, of: Typed, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
-    """The categories of a field that some of its words nearly are."""
-    if not isinstance(of, CategoryType):
-        return {}
-    odd = {cells[row] for row in np.flatnonzero(flaws == Flaw.NO_CATEGORY.value) if isinstance(cells[row], str)}
-    found = {nearly for each in odd if (nearly := near(each, of.words)) is not None}
-    return {name: sorted(found)} if found else {}
+def _near(name: str, of: Feature | Label, cells: Cells, flaws: IntArray) -> dict[str, Sequence[str]]:
+    """The categories of a field from which some of its words differ by case, blanks or a final dot alone."""
+    rows = np.flatnonzero(flaws == Flaw.NO_CATEGORY.value)
+    odd = {_core(cells[row]) for row in rows if isinstance(cells[row], str)}
+    found = sorted(word for word in of.words if _core(word) in odd)
+    return {name: found} if found else {}
 
 
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:

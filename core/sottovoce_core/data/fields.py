@@ -1,8 +1,7 @@
 """A field of a record, by its type: a number, a date, a category, true or false; a feature or the label.
 
-Reading has two steps. `parsed` finds what a value is, in the field's own unit: a number, a day, the place of a category. `settle`
-holds all of them against what is declared, and scales. So a column of numbers is read at once, any other one value by value, and
-both come to the same.
+Reading has two steps. `parse` finds what a value is, in the field's own unit: a number, a day, the place of a category. `_settle`
+holds all of them against what is declared, and scales.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
@@ -26,16 +25,8 @@ _LONG = 1024
 """Bits of a whole number that is no code any more."""
 
 
-class Reading(NamedTuple):
-    """A column as it was read: `(records,)` each.
-
-    Attributes:
-        values: what it says; of no meaning where there is a flaw.
-        flaws: `Flaw` of each value.
-    """
-
-    values: FloatArray
-    flaws: IntArray
+_Read = tuple[FloatArray, IntArray]
+"""A column as it was read: what it says, of no meaning where there is a flaw; and the number of the `Flaw` of each value."""
 
 
 # ---- what a schema file may say --------------------------------------------------------------------------
@@ -94,39 +85,30 @@ def _unquoted(categories: tuple[str | int | float, ...]) -> str:
 Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
 _Bounds = Annotated[tuple[Finite, Finite], AfterValidator(_ordered)]
 _Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
-Categories = Annotated[Words, AfterValidator(_distinct)]
+_Categories = Annotated[Words, AfterValidator(_distinct)]
 
 
 # ---- types -----------------------------------------------------------------------------------------------
 
 
-class Typed(Section, ABC):
+class _Typed(Section, ABC):
     """A field of one type: a feature, or the label."""
 
     type: str
 
-    def read(self, cells: Cells, missing: Missing) -> Reading:
+    def read(self, cells: Cells, missing: Missing) -> _Read:
         """Read a column, and hold it against what is declared.
 
         Args:
             cells: `(records,)`.
             missing: what counts as no value.
         """
-        return self.settle(self.parsed(cells, missing))
+        return self._settle(*self._parsed(cells, missing))
 
-    def parsed(self, cells: Cells, missing: Missing) -> Reading:
-        """What the values of a column are, whatever is declared: as `read`."""
-        if isinstance(cells, np.ndarray):
-            numbers = as_floats(cells)
-            if (parsed := self.parse_numbers(numbers)) is not None:
-                flaws = np.where(missing.among(numbers), Flaw.MISSING.value, parsed.flaws)
-                return Reading(parsed.values, flaws)
-        return self._one_by_one(cells, missing)
-
-    def _one_by_one(self, cells: Cells, missing: Missing) -> Reading:
+    def _parsed(self, cells: Cells, missing: Missing) -> _Read:
         values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
         known: dict[object, float | Flaw] = {}
-        for i, cell in enumerate(cells):
+        for i, cell in enumerate(cells.tolist() if isinstance(cells, np.ndarray) else cells):
             try:
                 found = known.get(key := (type(cell), cell))
             except TypeError:  # a list or the like, that no field takes
@@ -138,24 +120,20 @@ class Typed(Section, ABC):
                 flaws[i] = found.value
             else:
                 values[i] = found
-        return Reading(values, flaws)
+        return values, flaws
 
     @abstractmethod
     def parse(self, value: Plain | Other) -> float | Flaw:
         """What a value is, in the field's own unit."""
 
-    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
-        """The same of many numbers, `(records,)`; None: not at once."""
-        return None
-
-    def settle(self, reading: Reading) -> Reading:
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
         """What was parsed, scaled and held against what is declared."""
-        return reading
+        return values, flaws
 
     @property
-    def clips(self) -> bool:
-        """Whether a value beyond its bounds counts as the bound, in place of being refused."""
-        return False
+    def words(self) -> tuple[str, ...]:
+        """The categories as text, where it has such."""
+        return ()
 
     @property
     @abstractmethod
@@ -163,14 +141,12 @@ class Typed(Section, ABC):
         """What it may say, in words."""
 
 
-def _scaled(reading: Reading, low: float, high: float, *, clips: bool) -> Reading:
-    """Onto [-1, 1]."""
-    values, flaws = reading
+def _scaled(values: FloatArray, flaws: IntArray, low: float, high: float, *, clips: bool) -> _Read:
+    """Onto [-1, 1]; where a value beyond its bounds does not count as the bound, it is refused."""
     within = np.clip(values, low, high)
     if not clips:
         flaws = np.where((flaws == FITS) & (within != values), Flaw.BEYOND.value, flaws)
-    scaled: FloatArray = np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0)
-    return Reading(scaled, flaws)
+    return np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0), flaws
 
 
 def _written(number: float) -> str:
@@ -178,58 +154,50 @@ def _written(number: float) -> str:
     return str(int(number)) if float(number).is_integer() else str(number)
 
 
-class NumberType(Typed):
+class _Number(_Typed):
     """A number within declared bounds."""
 
     type: Literal["number"] = "number"
     bounds: _Bounds
 
+    def _parsed(self, cells: Cells, missing: Missing) -> _Read:
+        """An array at once: its values may all differ."""
+        if not isinstance(cells, np.ndarray):
+            return super()._parsed(cells, missing)
+        numbers = as_floats(cells)
+        fits = np.isfinite(numbers)
+        flaws = np.where(fits, FITS, Flaw.NOT_FINITE.value)
+        return np.where(fits, numbers, 0.0), np.where(missing.among(numbers), Flaw.MISSING.value, flaws)
+
     def parse(self, value: Plain | Other) -> float | Flaw:
         return number_of(value)
 
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        fits = np.isfinite(numbers)
-        return Reading(np.where(fits, numbers, 0.0), np.where(fits, FITS, Flaw.NOT_FINITE.value))
-
-    def settle(self, reading: Reading) -> Reading:
-        return _scaled(reading, *self.bounds, clips=self.clips)
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+        return _scaled(values, flaws, *self.bounds, clips=_clips(self))
 
     @property
     def takes(self) -> str:
         return " to ".join(map(_written, self.bounds))
 
 
-class CategoryType(Typed):
+class _Category(_Typed):
     """One of declared words or numbers."""
 
     type: Literal["category"] = "category"
-    categories: Annotated[Categories, Field(min_length=1)]
+    categories: Annotated[_Categories, Field(min_length=1)]
 
     @cached_property
     def _places(self) -> Mapping[object, int]:
         return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
 
-    @property
-    def _of_text(self) -> bool:
-        return isinstance(self.categories[0], str)
-
     def parse(self, value: Plain | Other) -> float | Flaw:
         told: object = value
-        if not self._of_text:
+        if not isinstance(self.categories[0], str):
             told = number_of(value)
         elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits alone
             told = str(value) if value.bit_length() < _LONG else None
         place = self._places.get(told)
         return Flaw.NO_CATEGORY if place is None else float(place)
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
-        if self._of_text:
-            return None
-        known = as_floats(self.categories)
-        order = np.argsort(known)
-        places = order[np.minimum(np.searchsorted(known[order], numbers), len(known) - 1)]
-        flaws = np.where(known[places] == numbers, FITS, Flaw.NO_CATEGORY.value)
-        return Reading(places.astype(np.float64), flaws)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -247,58 +215,29 @@ _TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off"
 def truth_of(value: Plain | Other) -> bool | None:
     """What a word or a number says as true or false; None: neither."""
     told, number = value.casefold() if isinstance(value, str) else None, number_of(value)
-    if told in _TRUE or number == 1.0:
+    if value is True or told in _TRUE or number == 1.0:
         return True
-    return False if told in _FALSE or number == 0.0 else None
+    return False if value is False or told in _FALSE or number == 0.0 else None
 
 
-class BooleanType(Typed):
+class _Boolean(_Typed):
     """True or false, in their usual words."""
 
     type: Literal["boolean"] = "boolean"
 
     def parse(self, value: Plain | Other) -> float | Flaw:
-        if isinstance(value, bool):
-            return 1.0 if value else -1.0
         told = truth_of(value)
         return Flaw.NO_BOOLEAN if told is None else 1.0 if told else -1.0
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        flaws = np.where((numbers == 0.0) | (numbers == 1.0), FITS, Flaw.NO_BOOLEAN.value)
-        return Reading(np.where(numbers == 1.0, 1.0, -1.0), flaws)
 
     @property
     def takes(self) -> str:
         return "true, false"
 
 
-class DateType(Typed):
-    """A day between two declared ones."""
-
-    type: Literal["date"] = "date"
-    bounds: _Days
-
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        return day_of(value)
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        return Reading(np.zeros(len(numbers)), np.full(len(numbers), Flaw.NO_DATE.value))
-
-    def settle(self, reading: Reading) -> Reading:
-        low, high = (day.toordinal() for day in self.bounds)
-        return _scaled(reading, low, high, clips=self.clips)
-
-    @property
-    def takes(self) -> str:
-        return "{} to {}".format(*self.bounds)
-
-
-_Beyond = Literal["refuse", "clip"]
-
 # ---- features --------------------------------------------------------------------------------------------
 
 
-class Feature(Typed):
+class Feature(_Typed):
     """A field that is learned from: a number, a date, a category, true or false."""
 
     missing: Literal["refuse", "neutral", "flag"] = "refuse"
@@ -347,18 +286,19 @@ class Feature(Typed):
 class _Bounded(Feature):
     """A feature with declared bounds."""
 
-    beyond: _Beyond = "refuse"
+    beyond: Literal["refuse", "clip"] = "refuse"
     """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
-
-    @property
-    def clips(self) -> bool:
-        return self.beyond == "clip"
 
     def opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
-class Number(NumberType, _Bounded):
+def _clips(field: _Typed) -> bool:
+    """Whether a value beyond its bounds counts as the bound, in place of being refused."""
+    return isinstance(field, _Bounded) and field.beyond == "clip"
+
+
+class Number(_Number, _Bounded):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
     @property
@@ -366,23 +306,40 @@ class Number(NumberType, _Bounded):
         return 0.0
 
 
-class Date(DateType, _Bounded):
+class Date(_Bounded):
     """A day between two declared ones, which are scaled onto [-1, 1]."""
+
+    type: Literal["date"] = "date"
+    bounds: _Days
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        low, high = (float(day.toordinal()) for day in self.bounds)
+        return low, high
+
+    def parse(self, value: Plain | Other) -> float | Flaw:
+        return day_of(value)
+
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+        return _scaled(values, flaws, *self._ends, clips=_clips(self))
+
+    @property
+    def takes(self) -> str:
+        return "{} to {}".format(*self.bounds)
 
     @property
     def calm(self) -> float:
-        low, high = (day.toordinal() for day in self.bounds)
-        return float(self.settle(Reading(np.array([float((low + high) // 2)]), np.zeros(1, dtype=np.int64))).values[0])
+        return float(self._settle(np.array([sum(self._ends) // 2]), np.zeros(1, dtype=np.int64))[0][0])
 
 
-class Boolean(BooleanType, Feature):
+class Boolean(_Boolean, Feature):
     """True, which is 1, or false, which is -1."""
 
     def opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
-class Category(CategoryType, Feature):
+class Category(_Category, Feature):
     """One of declared words or numbers: a feature for each, 1 where it is that one, else 0."""
 
     def _names(self, name: str) -> tuple[str, ...]:
@@ -415,7 +372,7 @@ AnyFeature = Annotated[SerializeAsAny[Feature], FEATURES]
 # ---- labels ----------------------------------------------------------------------------------------------
 
 
-class Label(Typed):
+class Label(_Typed):
     """The field that is learned. It may neither be missing nor beyond its bounds."""
 
     name: str
@@ -435,7 +392,7 @@ class Label(Typed):
         return labels
 
 
-class NumberLabel(NumberType, Label):
+class NumberLabel(_Number, Label):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
     def unscaled(self, labels: FloatArray) -> FloatArray:
@@ -443,10 +400,10 @@ class NumberLabel(NumberType, Label):
         return low + (labels + 1.0) * ((high - low) / 2.0)
 
 
-class CategoryLabel(CategoryType, Label):
+class CategoryLabel(_Category, Label):
     """One of declared words or numbers: classes 0, 1, ... in this order."""
 
-    categories: Annotated[Categories, Field(min_length=2)]
+    categories: Annotated[_Categories, Field(min_length=2)]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -457,11 +414,11 @@ class CategoryLabel(CategoryType, Label):
         return self.categories
 
 
-class BooleanLabel(BooleanType, Label):
+class BooleanLabel(_Boolean, Label):
     """False, which is class 0, or true, which is class 1."""
 
-    def settle(self, reading: Reading) -> Reading:
-        return Reading((reading.values + 1.0) / 2.0, reading.flaws)
+    def _settle(self, values: FloatArray, flaws: IntArray) -> _Read:
+        return (values + 1.0) / 2.0, flaws
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from sottovoce_core.arrays import AnyArray, FloatArray, as_floats, loses_digits
 from sottovoce_core.errors import DataError
 from sottovoce_core.optional import import_extra
+from sottovoce_core.text import in_short
 from sottovoce_core.yaml_files import format_of
 
 SCHEMA_READS = (".csv", ".parquet")
@@ -81,37 +82,40 @@ def read_npz(path: Path) -> RawTable:
         DataError: unreadable, pickled objects, or none of these layouts.
     """
     arrays = _load_arrays(path)
-    labels = _first(arrays, "y", "y_train")
-    test_labels = _first(arrays, "y_test", "y_test_part")
-    columns: tuple[str, ...] | None
-    if "num_train" in arrays and labels is not None:
-        features, columns = _mixed_table(arrays, "train", path)
-        test_features = _mixed_table(arrays, "test", path)[0] if "num_test" in arrays else None
-    else:
-        raw, raw_test = _first(arrays, "X_onehot", "X", "X_train"), _first(arrays, "X_test", "X_test_part")
-        if raw is None or labels is None:
-            raise DataError(f"{path} must hold the arrays X and y (or X_train and y_train), got {sorted(arrays)}")
-        features = _flat(raw, path)
-        test_features = None if raw_test is None else _flat(raw_test, path)
-        columns = _column_names(arrays, features.shape[1])
-    if (test_features is None) != (test_labels is None):
+    labels, test_labels = _first(arrays, "y", "y_train"), _first(arrays, "y_test", "y_test_part")
+    found, test = _features(arrays, path), _features(arrays, path, test=True)
+    if found is None or labels is None:
+        raise DataError(f"{path} must hold the arrays X and y (or X_train and y_train), got {sorted(arrays)}")
+    if (test is None) != (test_labels is None):
         raise DataError(f"{path} must hold both of X_test and y_test, or neither, got one of them")
-    test = None if test_features is None or test_labels is None else (test_features, test_labels)
-    return RawTable(features, labels, columns, arrays.get("learner"), arrays.get("round"), test)
+    held_out = None if test is None or test_labels is None else (test[0], test_labels)
+    return RawTable(found[0], labels, found[1], arrays.get("learner"), arrays.get("round"), held_out)
 
 
-def npz_features(path: Path) -> tuple[FloatArray, tuple[str, ...] | None]:
-    """Records of a NumPy archive without their labels, in the layouts of `read_npz`; and the names of their columns.
+def npz_features(path: Path) -> FloatArray:
+    """Records of a NumPy archive without their labels, in the layouts of `read_npz`.
 
     Raises:
         DataError: as `read_npz`.
     """
     arrays = _load_arrays(path)
-    if "num_train" in arrays:
-        return _mixed_table(arrays, "train", path)
-    raw = _first(arrays, "X_onehot", "X", "X_train")
-    if raw is None:
+    if (found := _features(arrays, path)) is None:
         raise DataError(f"{path} must hold the array X, got {sorted(arrays)}")
+    return found[0]
+
+
+_Features = tuple[FloatArray, tuple[str, ...] | None]
+"""Records, and the names of their columns where the archive has them."""
+
+
+def _features(arrays: Mapping[str, AnyArray], path: Path, *, test: bool = False) -> _Features | None:
+    """The records to learn from, or those for tests; None: there are none."""
+    if "num_train" in arrays:
+        part = "test" if test else "train"
+        return _mixed_table(arrays, part, path) if f"num_{part}" in arrays else None
+    raw = _first(arrays, *(("X_test", "X_test_part") if test else ("X_onehot", "X", "X_train")))
+    if raw is None:
+        return None
     features = _flat(raw, path)
     return features, _column_names(arrays, features.shape[1])
 
@@ -223,10 +227,6 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
 
 
-_SHOWN = 12
-"""Names that are listed."""
-
-
 def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collection[str], odd: str) -> str:
     """Why the columns of a table are not those of records; empty: they are.
 
@@ -254,8 +254,8 @@ def misfit(there: Collection[str], wanted: Mapping[str, bool], allowed: Collecti
 
 
 def listed(names: Collection[str]) -> str:
-    """Names for people."""
-    return ", ".join(map(repr, list(names)[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    """Names for people, in quotes."""
+    return in_short([*map(repr, names)])
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -284,7 +284,7 @@ def why_names(names: Sequence[str], column: Callable[[int], Any], label: str | N
     if label is not None and label in names:
         return f"one is called {label!r}, as data.label says"
     places = range(len(names))
-    if over := [k for k in places if _is_word(names[k]) and _is_numeric(column(k).type)]:
+    if over := [k for k in places if _is_word(names[k]) and is_numeric(column(k).type)]:
         return f"a word, {names[over[0]]!r}, stands over a column of numbers"
     if again := [k for k in places if not _NUMBER.fullmatch(names[k].strip()) and _is_there(names[k], column(k))]:
         raise _no_names(path, f"what its first line has in column {again[0]} (counted from 0) stands below it, too")
@@ -310,7 +310,8 @@ def _is_word(name: str) -> bool:
     return any(map(str.isalpha, text)) and not (_NUMBER.fullmatch(text) or _NO_WORD.fullmatch(text))
 
 
-def _is_numeric(kind: Any) -> bool:
+def is_numeric(kind: Any) -> bool:
+    """Whether Arrow's type is one of numbers."""
     types = import_extra("pyarrow", "pyarrow", "reading .csv files").types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 

@@ -170,13 +170,5 @@ def _columns(table: Any) -> Mapping[str, Any] | None:
     if hasattr(table, "column_names") and hasattr(table, "column"):  # Arrow
         return {name: table.column(name) for name in table.column_names}
     if hasattr(table, "columns") and hasattr(table, "__getitem__"):  # pandas, polars
-        return {name: _without_gaps(table[name]) for name in table.columns}
+        return {name: table[name] for name in table.columns}
     return None
-
-
-def _without_gaps(column: Any) -> Any:
-    """A column of pandas, which says by NaN, NaT or NA that there is nothing, with None there."""
-    if not hasattr(column, "isna"):
-        return column
-    gaps = np.asarray(column.isna(), dtype=bool)
-    return [None if gap else value for value, gap in zip(column, gaps, strict=True)] if gaps.any() else column

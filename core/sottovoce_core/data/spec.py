@@ -6,12 +6,12 @@ the encoding is public, and the same at every learner.
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -108,14 +108,15 @@ class Schema(Section):
         return tuple(each for name, feature in self.features.items() for each in feature.names(name))
 
     @cached_property
+    def places(self) -> Mapping[str, slice]:
+        """Where the encoded features of each field stand."""
+        ends = [0, *accumulate(len(feature.names(name)) for name, feature in self.features.items())]
+        return dict(zip(self.features, map(slice, ends[:-1], ends[1:]), strict=True))
+
+    @cached_property
     def width(self) -> int:
         """How many encoded features there are."""
-        return sum(len(feature.names(name)) for name, feature in self.features.items())
-
-    @property
-    def norm_bound(self) -> float:
-        """The largest l2 norm of a record's encoded features: no field contributes more than 1 to its square."""
-        return math.sqrt(len(self.features))
+        return int(max(own.stop for own in self.places.values()))
 
     # ---- records that it allows ------------------------------------------------------------------------------
 
@@ -124,27 +125,23 @@ class Schema(Section):
 
         Numbers, dates, true and false are mirrored, a category becomes the next one, and what is missing stays missing.
         """
-        made, at = features.copy(), 0
-        for name, feature in self.features.items():
-            end = at + len(feature.names(name))
-            made[at:end] = feature.opposite(features[at:end])
-            at = end
+        made = features.copy()
+        for name, own in self.places.items():
+            made[own] = self.features[name].opposite(features[own])
         return made
 
     def extreme(self) -> FloatArray:
         """A record of the largest norm, `(width,)`: upper bounds, true, and first categories."""
-        made, at = np.zeros(self.width), 0
-        for name, feature in self.features.items():
-            made[at] = 1.0
-            at += len(feature.names(name))
+        made = np.zeros(self.width)
+        made[[own.start for own in self.places.values()]] = 1.0
         return made
 
     def quiet(self) -> FloatArray:
         """A record of the smallest norm, `(width,)`: half-way between bounds, and missing where that is neutral."""
-        made, at = np.zeros(self.width), 0
-        for name, feature in self.features.items():
-            made[at] = 0.0 if feature.missing == "neutral" else feature.calm
-            at += len(feature.names(name))
+        made = np.zeros(self.width)
+        for name, own in self.places.items():
+            feature = self.features[name]
+            made[own.start] = 0.0 if feature.missing == "neutral" else feature.calm
         return made
 
 

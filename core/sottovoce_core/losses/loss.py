@@ -118,7 +118,7 @@ def bounded(loss: Loss, batch: Batch) -> Batch:
         return batch
     if batch.bounded is not None and batch.bounded.bounded_by is loss:
         return batch.bounded
-    return Batch(*loss.enforce(batch.features, batch.labels), batch.present).known_bounded(loss)
+    return Batch.obeying(loss, *loss.enforce(batch.features, batch.labels), batch.present)
 
 
 def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:

@@ -20,8 +20,6 @@ from sottovoce_core.text import in_short
 
 _FEW = 0.01
 """Share of the rounds that a learner may be without records at the end: so far records that are dealt evenly differ."""
-_SHOWN = 12
-"""Labels that are listed."""
 MAX_PRICED_ROUNDS = 100_000
 """Rounds of live records that are priced before they come."""
 BUDGET_ENDS = "BUDGET_ENDS"
@@ -167,4 +165,4 @@ def _read_as(texts: Sequence[str], dataset: Dataset) -> str:
     read = [f"{texts[int(k)]} is {dataset.labels[at]:g}" for k, at in zip(found, first, strict=True)]
     if 2 * len(texts) > len(dataset.labels):
         return "as many as there are records, or nearly"
-    return ", ".join(read[:_SHOWN]) + (", ..." if len(read) > _SHOWN else "")
+    return in_short(read)

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce_core.arrays import MOST_NUMBERS, FloatArray, IntArray
-from sottovoce_core.data.dataset import Dataset, Labelled
+from sottovoce_core.arrays import MOST_NUMBERS, Batch, FloatArray, IntArray
+from sottovoce_core.data.dataset import Dataset
 from sottovoce_core.data.schedule import LearnerData, PlacedData
 from sottovoce_core.data.spec import DataSpec
 from sottovoce_core.errors import DataError, SpecError
@@ -105,7 +105,7 @@ def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
 # ---- held-out part ---------------------------------------------------------------------------------------
 
 
-def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Labelled]:
+def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Batch]:
     """Rows to learn from, ascending, and the held-out part (empty where all rows are placed by the file)."""
     n = len(dataset.labels)
     if dataset.test is not None:
@@ -114,7 +114,7 @@ def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tu
     held = 0 if placed else min(max(round(fraction * n), 1), n - 1)
     rows = rng.permutation(n)
     test = np.sort(rows[:held])
-    return np.sort(rows[held:]), Labelled(dataset.features[test], dataset.labels[test])
+    return np.sort(rows[held:]), Batch(dataset.features[test], dataset.labels[test])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
