@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -25,8 +25,6 @@ log = structlog.get_logger()
 
 TOLD_S = 1.0
 """A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
-
-
 ROOM_S = 1.0
 """Between tries to write to a disk that is full."""
 
@@ -251,42 +249,32 @@ class Waits:
 
 
 class Room:
-    """Room for what a learner writes of one kind.
+    """Room for what a learner writes of one kind; in `with`, while it is written.
 
     Args:
         learner: its name.
         waits: what does, where there is none, in the log's words.
         unwritten: what an error says of it.
-        pause: for so many seconds, until the next try.
     """
 
-    def __init__(self, learner: str, waits: str, unwritten: str, pause: Callable[[float], Awaitable[None]]) -> None:
-        self._learner, self._waits, self._unwritten, self._pause = learner, waits, unwritten, pause
+    def __init__(self, learner: str, waits: str, unwritten: str) -> None:
+        self._learner, self._waits, self._unwritten = learner, waits, unwritten
         self.lacking = False
         """Something waits for it."""
 
-    async def written(self, t: int, write: Callable[[], None]) -> None:
-        """Write; where there is no room, the same again, until there is.
+    def __enter__(self) -> None: ...
 
-        Args:
-            t: the round that the learner is in.
-            write: what is to be done; whole or not at all.
+    def __exit__(self, *_: object) -> None:
+        self.lacking = False
+
+    def require_full(self, error: OSError, t: int) -> None:
+        """After a write that did not succeed, in round t: the same may be tried again in `ROOM_S`, where there was no room.
 
         Raises:
-            NotReady: it cannot be written.
+            NotReady: it failed otherwise.
         """
-        try:
-            while True:
-                try:
-                    write()
-                except DiskFull:
-                    if not self.lacking:
-                        log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
-                    self.lacking = True
-                    await self._pause(ROOM_S)
-                except OSError as error:
-                    raise NotReady(f"{self._unwritten}: {error.strerror}") from None
-                else:
-                    return
-        finally:
-            self.lacking = False
+        if not isinstance(error, DiskFull):
+            raise NotReady(f"{self._unwritten}: {error.strerror}") from None
+        if not self.lacking:
+            log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
+        self.lacking = True

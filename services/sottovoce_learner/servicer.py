@@ -207,7 +207,7 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     """
     intake = session.intake
     receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
-    await session.ingest.settled()
+    await session.ingest.receipts.settled()
     return receipt
 
 

@@ -117,14 +117,14 @@ class TracedSession(Session):
             self._span = None
             span.end(time.time_ns())
 
-    async def _say(self, t: int) -> None:
+    async def _send(self, t: int) -> None:
         self._passed("granted")
-        await super()._say(t)
+        await super()._send(t)
         self._passed("said")
 
-    async def _journaled(self, write: Callable[[], None]) -> None:
+    async def _written(self, write: Callable[[], None]) -> None:
         since = time.time_ns()
-        await super()._journaled(write)
+        await super()._written(write)
         if self._span is not None:
             self.tracing.step("written", self._span, since, time.time_ns())
 

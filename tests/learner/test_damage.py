@@ -39,7 +39,7 @@ def open_run(
 def say(log: RunLog, rounds: range) -> None:
     for t in rounds:
         heard = (bytes([t]) * SIZE,) if t else ()
-        log.say(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
+        log.write_ahead(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
         log.keep(t, b"records")
         log.settle()  # as before a receipt
 
@@ -188,7 +188,7 @@ def lived_with_snapshots(folder: Path) -> float:
     log = open_run(folder, "run-a")
     for t in range(ROUNDS):
         say(log, range(t, t + 1))
-        log.covered(log.turn()(bytes([t]) * 100))
+        log.covered(log.write_snapshot(log.turn(), bytes([t]) * 100))
     say(log, range(ROUNDS, ROUNDS + 1))
     log.close()
     return PRICE * (ROUNDS + 1)
@@ -198,9 +198,9 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
     log = open_run(tmp_path, "run-a")
     say(log, range(ROUNDS))
 
-    def first_it_goes_on(path: Path) -> bytes:
+    def first_it_goes_on(path: Path, *_: int) -> bytes:
         monkeypatch.setattr("sottovoce_learner.storage.wal.content", content)
-        log.covered(log.turn()(bytes(100)))
+        log.covered(log.write_snapshot(log.turn(), bytes(100)))
         assert not path.exists()
         say(log, range(ROUNDS, ROUNDS + 1))
         return content(path)
@@ -259,10 +259,10 @@ def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> 
     """An older snapshot with its log, beside a newer mark; and an older one beside a newer log."""
     log = open_run(tmp_path, "run-a")
     say(log, range(1))
-    log.covered(log.turn()(b"older"))
+    log.covered(log.write_snapshot(log.turn(), b"older"))
     before = {path: path.read_bytes() for path in files(tmp_path / "run-a@ann")}
     say(log, range(1, 2))
-    log.covered(log.turn()(b"newer"))
+    log.covered(log.write_snapshot(log.turn(), b"newer"))
     log.close()
     now = files(tmp_path / "run-a@ann")
     for kept in ([], now):
@@ -420,7 +420,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
     old = path.read_bytes()
     with monkeypatch.context() as died:
         died.setattr(RunLog, "settle", lambda self: None)
-        log.say(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
+        log.write_ahead(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
     log.close()
     mark = tmp_path / "ann.mark"
     new, marked = path.read_bytes(), mark.read_bytes()
@@ -481,5 +481,5 @@ def test_power_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monke
     for durability, expected in cases:
         say(log := open_run(tmp_path, f"run-{durability}", durability=durability), range(1))
         calls.clear()
-        log.say(1, 2 * PRICE, Said(bytes(SIZE)))
+        log.write_ahead(1, 2 * PRICE, Said(bytes(SIZE)))
         assert calls == expected

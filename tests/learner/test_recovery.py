@@ -94,11 +94,11 @@ class Crew:
         """Round t, and before it whatever a learner that died has lost: neighbours say it again."""
         while one.intake.filled <= t:
             await one.ingest.feed(records(one.role.index, one.intake.next_sequence("s")))
-            await one.ingest.settled()
+            await one.ingest.receipts.settled()
         for k in range(one.memory.done, t):
             await self._learned(one, k)
         if one.memory.said <= t:
-            await one._say(t)
+            await one._send(t)
         await one._snapshots.finish()
         for link in one.links.values():
             for k, frame in link._frames:
@@ -402,5 +402,5 @@ async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
 def test_a_link_says_again_what_the_log_has() -> None:
     link = Link(2)
     for t in range(3):
-        link.say(t, bytes([t]))
+        link.queue(t, bytes([t]))
     assert list(link._frames) == [(1, b"\1"), (2, b"\2")]

@@ -16,7 +16,6 @@ from sottovoce_learner.memory import Books, Memory
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import ledger, state_folder, verify
 from sottovoce_learner.storage.ledger import LedgerLine, Mark, MarkFile
-from sottovoce_learner.storage.recovery import replay
 from sottovoce_learner.storage.state_folder import Held, hashed, host
 from sottovoce_learner.storage.store import RunLog, Terms
 from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, encode_entry, read_entries
@@ -90,10 +89,9 @@ def _line(shape: Shape, learner: int) -> LedgerLine:
 @cache
 def read(shape: Shape, learner: int, log: bytes) -> Reading:
     """A log as `log.read_log` reads it, without the segments' first pages."""
-    placed = read_entries(log)
-    entries, chains = tuple(each.entry for each in placed), tuple(each.chain for each in placed)
+    entries = tuple(read_entries(log))
     about = About(f"{learner:032x}", _name(shape, learner), RUN, "process")
-    return Reading(about, 0, START, entries, chains, Path("0.log"), len(log))
+    return Reading(about, 0, START, entries, Path("0.log"), len(log))
 
 
 def _standing(shape: Shape, learner: int, folder: Folder) -> verify.Standing:
@@ -226,7 +224,7 @@ def _written(kind: Callable[..., RunLog], shape: Shape, folder: Folder, what: Ca
 def said(kind: Callable[..., RunLog], shape: Shape, learner: int, folder: Folder, t: int, what: Said) -> Writes:
     """A round is written down, and charged."""
     after = prices(folder.shape(shape), learner)[t + 1]
-    return _written(kind, shape, folder, lambda log: log.say(t, after, what))
+    return _written(kind, shape, folder, lambda log: log.write_ahead(t, after, what))
 
 
 @cache
@@ -319,7 +317,7 @@ def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absence
         lines=len(lines),
         lines_chain=lines[-1].chain,
         sequence=log.next - 1,
-        chain=log.chains[-1],
+        chain=log.entries[-1].chain,
         spent=log.entries[-1].spent,
     )
     return Writes((*names, "opened"), (*folders, folder._replace(mark=mark)))
@@ -357,10 +355,10 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
     )
     try:
         for entry in read(shape, learner, log).entries:
-            replay(memory, entry)
+            memory.replay(entry)
     except DataError:
         return None
     memory.pass_absence(there.end)
     for t, message in memory.frames:
-        new.say(t, message)
+        new.queue(t, message)
     return Recovered(memory.said, memory.done, tuple(new._frames), memory.inputs.heard)

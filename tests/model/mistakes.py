@@ -36,8 +36,8 @@ class DrawsAgain(World):
 
 
 class _ChargesLater(RunLog):
-    def say(self, t: int, spent: float, said: Said) -> None:
-        super().say(t, self.spent, said)
+    def write_ahead(self, t: int, spent: float, said: Said) -> None:
+        super().write_ahead(t, self.spent, said)
 
 
 class ChargesLater(World):

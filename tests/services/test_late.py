@@ -158,13 +158,13 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message may be as old as a learner may be ahead, and no older; then it is waited for, up to the deadline."""
-    spec, say, cut = spec_of(ASYNC, 2_000), Link.say, list[Link]()
+    spec, say, cut = spec_of(ASYNC, 2_000), Link.queue, list[Link]()
 
     def silent(self: Link, t: int, frame: bytes) -> None:
         if self not in cut:
             say(self, t, frame)
 
-    monkeypatch.setattr(Link, "say", silent)
+    monkeypatch.setattr(Link, "queue", silent)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 10)

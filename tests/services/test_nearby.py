@@ -64,13 +64,13 @@ async def ran(up: Network, spec: RunSpec) -> Outcome:
 
 async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, said = Opened(monkeypatch), list[bytes]()
-    say = Memory.say
+    say = Memory.remember
 
     def saying(memory: Memory, t: int, state: Any, frame: bytes, spent: float) -> None:
         say(memory, t, state, frame, spent)
         said.append(frame)
 
-    monkeypatch.setattr(Memory, "say", saying)
+    monkeypatch.setattr(Memory, "remember", saying)
     found = list[list[bytes]]()
     for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", Nearby())):
         async with together(folder, nearby) as up:

@@ -36,14 +36,14 @@ class Disk:
     broken = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        say = RunLog.say
+        say = RunLog.write_ahead
 
         def written(own: RunLog, t: int, spent: float, said: Said) -> None:
             if self.broken and t >= FAILS_IN:
                 raise OSError(5, "Input/output error")
             say(own, t, spent, said)
 
-        monkeypatch.setattr(RunLog, "say", written)
+        monkeypatch.setattr(RunLog, "write_ahead", written)
 
 
 @pytest.fixture

@@ -533,7 +533,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal that cannot be written stops the learner, and what it could not write was never said."""
-    say = RunLog.say
+    say = RunLog.write_ahead
     failing: list[bytes] = []
 
     def full(log: RunLog, t: int, spent: float, said: Said) -> None:
@@ -542,7 +542,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
             raise OSError(5, "Input/output error", "/secret/path")
         say(log, t, spent, said)
 
-    monkeypatch.setattr(RunLog, "say", full)
+    monkeypatch.setattr(RunLog, "write_ahead", full)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))

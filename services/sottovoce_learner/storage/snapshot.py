@@ -20,7 +20,7 @@ import numpy as np
 from sottovoce_core.errors import DataError
 from sottovoce_core.running.run import Run
 from sottovoce_learner.ingest.queue import Taken
-from sottovoce_learner.peers.signing import Vouched
+from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import Reading
 
@@ -40,7 +40,7 @@ class Image:
         taken: its intake.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         judged: records that it predicted before it learned them: those that it got right, and all.
-        vouched: digests of what it said, in the blocks that it signs or may sign again.
+        own: digests of what it said, in the blocks that it signs or may sign again.
         heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
         messages: that it has said.
     """
@@ -51,7 +51,7 @@ class Image:
     taken: Taken
     frames: tuple[tuple[int, bytes], ...]
     judged: tuple[int, int]
-    vouched: Vouched
+    own: Own
     heard: tuple[bytes, ...] = ()
     messages: int = 0
 

@@ -126,10 +126,12 @@ def ending(folder: Path, suffix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(suffix)]
 
 
-def content(path: Path) -> bytes:
-    """Of a file; nothing where it is not, or was deleted just now."""
+def content(path: Path, at: int = 0, size: int = -1) -> bytes:
+    """Of a file, from a byte on, so many or all; nothing where it is not, or was deleted just now."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            file.seek(at)
+            return file.read(size)
     except FileNotFoundError:
         return b""
 

@@ -11,11 +11,10 @@ import errno
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -107,7 +106,7 @@ class RunLog:
             self._grown = sum(len(entry.body) for entry in reading.entries)
             self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
 
-    def say(self, t: int, spent: float, said: Said) -> None:
+    def write_ahead(self, t: int, spent: float, said: Said) -> None:
         """Make a round's message and inputs last. Only after this may it be sent.
 
         Raises:
@@ -144,18 +143,24 @@ class RunLog:
         by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
         return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)
 
-    def turn(self) -> Callable[[bytes], Snapshot]:
-        """Begin a segment; what stands before it may be replaced by a snapshot.
-
-        Returns:
-            Writes a snapshot of all up to here, given its bytes; in whatever thread.
+    def turn(self) -> Snapshot:
+        """Begin a segment; what stands before it may be replaced by a snapshot, whose file is not written yet.
 
         Raises:
             OSError: the segment could not be begun.
         """
         self._log.turn()
         self._grown = self._since = 0
-        return partial(_write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
+        return Snapshot(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reserved)
+
+    def write_snapshot(self, place: Snapshot, raw: bytes) -> Snapshot:
+        """A snapshot's file, whole or not at all; in any thread.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        replace_file(self._log.folder / place.name, raw)
+        return place._replace(digest=hashlib.sha256(raw).digest(), size=len(raw))
 
     def covered(self, snapshot: Snapshot) -> None:
         """A snapshot is written: what it stands in place of is deleted.
@@ -228,17 +233,6 @@ class RunLog:
         self._grown += len(body)
 
 
-def _write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:
-    """A snapshot's file, whole or not at all.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    snapshot = Snapshot(covers, chain, hashlib.sha256(raw).digest(), len(raw), reserved)
-    replace_file(folder / snapshot.name, raw)
-    return snapshot
-
-
 class Snapshots:
     """Takes a learner's snapshots, while its rounds go on.
 
@@ -250,7 +244,7 @@ class Snapshots:
 
     def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
         self._learner, self._log, self._names = learner, run_log, names
-        self._begun: tuple[Image, Callable[[bytes], Snapshot]] | None = None
+        self._begun: tuple[Image, Snapshot] | None = None
         self._wanted, self._possible = asyncio.Event(), True
 
     @property
@@ -278,9 +272,8 @@ class Snapshots:
         """Write what is held on to, then let the log forget what was before. Where that fails, the log stays longer."""
         if self._begun is None:
             return
-        image, write = self._begun
         try:
-            self._log.covered(await asyncio.to_thread(lambda: write(self._packed(image))))
+            self._log.covered(await asyncio.to_thread(self._write, *self._begun))
         except Unpackable as error:
             self._possible = False
             log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
@@ -292,11 +285,12 @@ class Snapshots:
         finally:
             self._begun = None
 
-    def _packed(self, image: Image) -> bytes:
-        """In a thread: its bytes, of which the same image can be made. What it stands in place of is then deleted.
+    def _write(self, image: Image, place: Snapshot) -> Snapshot:
+        """In a thread: bytes of which the same image can be made. What they stand in place of is then deleted.
 
         Raises:
             Unpackable: it cannot.
+            OSError: they could not be written.
         """
         raw = pack(image, self._names)
         try:
@@ -305,7 +299,7 @@ class Snapshots:
             raise Unpackable(str(error)) from None
         if not same:
             raise Unpackable("a state must be what its fields say, and this one comes back as another")
-        return raw
+        return self._log.write_snapshot(place, raw)
 
 
 class Store:

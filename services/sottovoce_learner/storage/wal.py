@@ -48,7 +48,7 @@ AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
 _HEADER = struct.Struct("<IB3xQQddI4x")
 _GRANT = struct.Struct("<Qd")
 _INPUTS = struct.Struct("<QIIII")
-_SNAPSHOT = struct.Struct("<Q16s32sQ")
+_SNAPSHOT = struct.Struct("<Q16s32sQQd")
 CHAIN = 16
 START = bytes(CHAIN)
 """What the first entry of all stands behind."""
@@ -81,6 +81,8 @@ class Entry(NamedTuple):
         spent: epsilon of the run, with what this entry charges.
         in_all: epsilon of all runs of the learner, this one included.
         body: by its kind: `Grant`, `Said`, `Snapshot`, records, or the spec.
+        chain: behind it, where it was read.
+        end: first byte behind it, where it was read.
     """
 
     kind: Kind
@@ -89,33 +91,21 @@ class Entry(NamedTuple):
     spent: float
     in_all: float
     body: bytes
-
-
-class Placed(NamedTuple):
-    """An entry where it was found.
-
-    Attributes:
-        entry: the entry.
-        chain: behind it.
-        end: first byte behind it.
-    """
-
-    entry: Entry
-    chain: bytes
-    end: int
+    chain: bytes = b""
+    end: int = 0
 
 
 def encode_entry(entry: Entry, chain: bytes) -> tuple[bytes, bytes]:
     """The bytes of an entry that stands behind `chain`, and the chain behind it."""
-    kind, sequence, t, spent, in_all, body = entry
+    kind, sequence, t, spent, in_all, body, *_ = entry
     header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
     after = chained(chain, header)
     return b"".join((header, body, bytes(-len(body) % 8), after)), after
 
 
-def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Placed]:
+def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Entry]:
     """All entries from a place on, up to the first that is not right: the next in number, whole, and behind `chain`."""
-    found: list[Placed] = []
+    found: list[Entry] = []
     while (body_at := at + _HEADER.size) <= len(raw):
         length, kind, number, t, spent, in_all, checksum = _HEADER.unpack_from(raw, at)
         chain_at = body_at + length + -length % 8
@@ -126,7 +116,7 @@ def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = STAR
         # The bytes without a meaning are zero, and under the chain or compared here: no bit may be another one.
         if raw[chain_at:end] != chain or any(raw[body_at + length : chain_at]) or zlib.crc32(body) != checksum:
             break
-        found.append(Placed(Entry(Kind(kind), number, t, spent, in_all, body), chain, end))
+        found.append(Entry(Kind(kind), number, t, spent, in_all, body, chain, end))
         at, sequence = end, sequence + 1
     return found
 
@@ -155,8 +145,7 @@ class Grant(NamedTuple):
 NOTHING = Grant(0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Names a file that stands in place of all entries up to one, and is deleted when the next such file is there.
 
     Attributes:
@@ -180,13 +169,14 @@ class Snapshot:
 
     def encode(self) -> bytes:
         """As an entry's body."""
-        return _SNAPSHOT.pack(self.covers, self.chain, self.digest, self.size) + self.reserved.encode()
+        *facts, reserved = self
+        return _SNAPSHOT.pack(*facts, *reserved)
 
     @classmethod
     def decode(cls, body: bytes) -> Snapshot:
         """`encode` backwards."""
-        covers, chain, digest, size = _SNAPSHOT.unpack_from(body)
-        return cls(covers, chain, digest, size, Grant.decode(body[_SNAPSHOT.size :]))
+        covers, chain, digest, size, until, epsilon = _SNAPSHOT.unpack(body)
+        return cls(covers, chain, digest, size, Grant(until, epsilon))
 
 
 class Said(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
@@ -254,7 +244,6 @@ class Reading:
         first: sequence number that its first entry must have; above 0 where a snapshot stands in place of what was before.
         base: chain that its first entry stands behind.
         entries: those that are right, oldest first.
-        chains: behind each of them.
         path: the newest segment.
         end: first byte of it behind the last right entry.
     """
@@ -263,7 +252,6 @@ class Reading:
     first: int
     base: bytes
     entries: tuple[Entry, ...]
-    chains: tuple[bytes, ...]
     path: Path
     end: int
 
@@ -282,7 +270,7 @@ class Reading:
         at = sequence - self.first
         if at == -1:
             return self.base
-        return self.chains[at] if 0 <= at < len(self.chains) else None
+        return self.entries[at].chain if 0 <= at < len(self.entries) else None
 
     @property
     def uncovered(self) -> tuple[Entry, ...]:
@@ -323,67 +311,59 @@ class Reading:
         return NOTHING if self.snapshot is None else self.snapshot.reserved
 
 
-def read_log(folder: Path) -> Reading:
-    """All that is right in a log; of one whose learner deletes segments meanwhile, what comes before the first of them.
-
-    Raises:
-        DataError: a segment is of a newer format.
-    """
-    about, entries, chains = None, [], []
-    path, end, first, base = folder / "none", 0, 0, START
-    due, chain = first, base
-    for segment in ending(folder, ".log"):
-        raw = content(segment)
-        facts = _facts(raw, segment)
-        if facts is not None and about is None:
-            due, chain = first, base = facts["sequence"], bytes.fromhex(facts["chain"])
-        if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
-            break
-        found = read_entries(raw, PAGE, due, chain)
-        about = about or About(**facts["about"])
-        entries += [placed.entry for placed in found]
-        chains += [placed.chain for placed in found]
-        path, end = segment, found[-1].end if found else PAGE
-        due, chain = due + len(found), found[-1].chain if found else chain
-    return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
-
-
-class EntryReader:
+class LogReader:
     """Reads the entries of a log as they come, while its learner writes.
 
     Args:
-        folders: where its segments stand: in the first of these folders that has one.
+        folders: of its segments, each in the first of these folders that has it.
+
+    Attributes:
+        about: whose log it is, as its first segment says; None: there is none.
+        first, base: the first entry's sequence number, and the chain before it.
+        path, end: the newest segment, and the first byte of it behind the last right entry.
     """
 
     def __init__(self, *folders: Path) -> None:
         self._folders = folders
-        self._segment, self._first, self._base = 0, 0, START
-        self._at, self._sequence, self._chain = PAGE, 0, START
+        self.about: About | None = None
+        self.path, self.end, self._segment = folders[-1] / "none", 0, ""
+        self.first, self.base = self._due = 0, START
 
     def new(self) -> Iterator[Entry]:
-        """Those that were not read yet."""
-        with suppress(FileNotFoundError):  # put away just now: it is found there at the next look
-            while self._begins(path := self._path(self._segment), self._first, self._base):
-                with path.open("rb") as file:
-                    file.seek(self._at)
-                    raw, start = file.read(), self._at
-                for placed in read_entries(raw, 0, self._sequence, self._chain):
-                    self._at, self._sequence, self._chain = start + placed.end, self._sequence + 1, placed.chain
-                    yield placed.entry
-                if not self._begins(self._path(self._segment + 1), self._sequence, self._chain):
-                    return
-                self._segment, self._first, self._base = self._segment + 1, self._sequence, self._chain
-                self._at = PAGE
+        """Those that were not read yet; of a log whose learner deletes segments meanwhile, up to the first of them.
 
-    def _path(self, segment: int) -> Path:
-        paths = [_path(folder, segment) for folder in self._folders]
-        return next((path for path in paths if path.exists()), paths[-1])
+        Raises:
+            DataError: a segment is of a newer format.
+        """
+        segments = {path.name: path for folder in reversed(self._folders) for path in ending(folder, ".log")}
+        for path in (segments[name] for name in sorted(segments) if name >= self._segment):
+            read = self.end if path.name == self._segment else 0
+            raw = content(path, read)
+            if not read and not self._begins(path, raw):
+                return
+            for entry in read_entries(raw, 0 if read else PAGE, *self._due):
+                self.end, self._due = read + entry.end, (entry.sequence + 1, entry.chain)
+                yield entry
 
-    @staticmethod
-    def _begins(segment: Path, sequence: int, chain: bytes) -> bool:
-        """Does a segment begin with this entry, behind this chain? Raises `FileNotFoundError` where there is none."""
-        facts = _page(segment)
-        return facts is not None and (facts["sequence"], facts["chain"]) == (sequence, chain.hex())
+    def _begins(self, path: Path, raw: bytes) -> bool:
+        """Whether a segment begins with the entry that is due."""
+        if (facts := _facts(raw, path)) is None:
+            return False
+        begin = facts["sequence"], bytes.fromhex(facts["chain"])
+        if self.about is None:
+            self.about = About(**facts["about"])
+            self.first, self.base = self._due = begin
+        if begin != self._due:
+            return False
+        self.path, self.end, self._segment = path, PAGE, path.name
+        return True
+
+
+def read_log(folder: Path) -> Reading:
+    """All that is right in a log; errors as of `LogReader.new`."""
+    reader = LogReader(folder)
+    entries = tuple(reader.new())
+    return Reading(reader.about, reader.first, reader.base, entries, reader.path, reader.end)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -420,7 +400,7 @@ class Log:
             self._begin(0)
             return
         self.sequence, self._segment = reading.next, int(reading.path.stem)
-        self.chain = reading.chains[-1] if reading.chains else reading.base
+        self.chain = reading.entries[-1].chain if reading.entries else reading.base
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         try:
@@ -471,7 +451,7 @@ class Log:
         """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
         segments = sorted(self.folder.glob("*.log"))
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
-            if (_page(after) or {"sequence": 0})["sequence"] > covers + 1:
+            if (_facts(content(after, size=PAGE), after) or {"sequence": 0})["sequence"] > covers + 1:
                 break
             put_away(segment, self._kept)
         for other in self.folder.glob("*.snapshot*"):
@@ -547,13 +527,8 @@ def _header(about: About, sequence: int, chain: bytes) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def _page(segment: Path) -> dict[str, Any] | None:
-    """What a segment's first page says; None where it cannot be read."""
-    with segment.open("rb") as file:
-        return _facts(file.read(PAGE), segment)
-
-
 def _facts(raw: bytes, path: Path) -> dict[str, Any] | None:
+    """What a segment's first page says; None where it cannot be read."""
     end = 16 + int.from_bytes(raw[12:16], "little")
     if not raw.startswith(_MAGIC) or zlib.crc32(raw[:end]).to_bytes(4, "little") != raw[end : end + 4]:
         return None
