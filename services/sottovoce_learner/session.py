@@ -30,8 +30,7 @@ from sottovoce_learner.peers.inbox import Hearing, Inbox
 from sottovoce_learner.peers.outbox import Link, Telling
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
-from sottovoce_learner.role import Role
-from sottovoce_learner.sharing import digests_of, roster_of, run_of
+from sottovoce_learner.role import Role, Shared
 from sottovoce_learner.storage.ledger import LedgerLine
 from sottovoce_learner.storage.store import RunLog, Snapshots, Store, Terms
 from sottovoce_rpc.codec import RoundCodec
@@ -87,7 +86,8 @@ class Session:
     ) -> None:
         self.role, self.policy, self._noise, self._private = role, policy, noise, private
         spec, index = role.spec, role.index
-        run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None, build=run_of)
+        mirrored = mirror is not None
+        run = policy.admit(spec, role.n_features, index, mirrored=mirrored, build=lambda *given: Shared.of(*given).run)
         check_size(run.field_shapes)
         length, most = RoundCodec(run.field_shapes).length, max_message_bytes(policy)
         if length > most:
@@ -95,10 +95,10 @@ class Session:
                 f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
                 "its owner allows more with most_parameters in the policy"
             )
-        start, roster = run.algorithm.start(Who(index)), roster_of(spec)
+        start, roster = run.algorithm.start(Who(index)), role.shared.roster
         attendance = roster.attendance(index, spec.rounds)
         self.algorithm, self.intake = run.algorithm, intake_for(spec, role.n_features, attendance)
-        self.plan = Plan(run.network, index, digests_of(run), spec.names)
+        self.plan = Plan(run.network, index, role.shared.digests, spec.names)
         ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
         allowance, self._log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
         books = Books(run.algorithm.accountant(index), role.budget, allowance)

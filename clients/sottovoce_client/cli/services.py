@@ -164,7 +164,7 @@ def learner(
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.host_file import hosted, named
-    from sottovoce_learner.service import serve
+    from sottovoce_learner.hosting import serve
     from sottovoce_rpc.metrics import Scraped
 
     options = {

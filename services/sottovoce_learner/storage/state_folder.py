@@ -288,17 +288,18 @@ class Identity:
         """
         path = folder / f"{learner}.identity"
         try:
-            text = path.read_text(encoding="utf-8")
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            version, name, incarnation = facts["format"], facts["learner"], facts["incarnation"]
+            store = bytes.fromhex(facts["store"])
+            if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
+                raise ValueError("a store of 16 bytes and an incarnation from 0 are due")
         except FileNotFoundError:
             return cls(learner, secrets.token_bytes(_STORE_BYTES)).issued(0, folder)
-        except (OSError, ValueError) as error:
-            raise DataError(f"the identity {path} cannot be read: {error}; {_WAY_OUT}") from None
-        try:
-            facts = json.loads(text)
-            version, name = facts["format"], facts["learner"]
-            store, incarnation = bytes.fromhex(facts["store"]), facts["incarnation"]
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise DataError(f"the identity {path} is damaged: {error}; {_WAY_OUT}") from None
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise DataError(
+                f"the identity {path} is damaged: {error}; restore it from where it is whole, or take another state folder and "
+                "let the coordinator know (sottovoce rebind)"
+            ) from None
         if version != FORMAT:
             raise DataError(
                 f"the identity {path} must be of format {FORMAT}, got {version!r}: use the version that wrote it"
@@ -306,10 +307,6 @@ class Identity:
         if name != learner:
             raise DataError(
                 f"the identity {path} must be of learner {learner!r}, got {name!r}: take the learner's own folder"
-            )
-        if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
-            raise DataError(
-                f"the identity {path} is damaged: a store of 16 bytes and an incarnation from 0 are due; {_WAY_OUT}"
             )
         return cls(learner, store, incarnation)
 
@@ -323,8 +320,3 @@ class Identity:
         facts = {"format": FORMAT, **asdict(new), "store": self.store.hex()}
         replace_file(folder / f"{self.learner}.identity", json.dumps(facts).encode())
         return new
-
-
-_WAY_OUT = (
-    "restore it from where it is whole, or take another state folder and let the coordinator know (sottovoce rebind)"
-)
