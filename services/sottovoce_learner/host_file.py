@@ -61,6 +61,11 @@ class _HostFile(_Settings):
     learners: Annotated[dict[str, _Settings], BeforeValidator(_by_name)]
 
 
+_FIELDS = {"state": "state_folder", "join_timeout": "join_timeout_s", "owner": "owners", "feeder": "feeders"}
+"""Names of options in `LearnerConfig`, where they are other ones."""
+_OTHERWISE = ("identity", "insecure", "policy")
+
+
 def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
     """Learners of which all but the name is as the options say. Of several, the identity's folder has one for each.
 
@@ -135,24 +140,8 @@ def _explained(problem: Any, source: str) -> str:
 def _config(name: str, said: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:
     if said["coordinator"] is None:
         raise SpecError("a learner needs the address of its coordinator: --coordinator HOST:PORT")
-    return LearnerConfig(
-        name,
-        said["coordinator"],
-        said["listen"],
-        said["advertise"],
-        said["state"],
-        said["join_timeout"],
-        said["recorded_noise"],
-        said["allow_imports"],
-        said["budget"],
-        said["noise"],
-        said["noise_seed"],
-        Credentials(identity, said["insecure"]),
-        tuple(said["owner"]),
-        tuple(said["feeder"]),
-        policy,
-        said["keep_log"],
-    )
+    fields = {_FIELDS.get(option, option): value for option, value in said.items() if option not in _OTHERWISE}
+    return LearnerConfig(name, credentials=Credentials(identity, said["insecure"]), policy=policy, **fields)
 
 
 def _distinct(configs: list[LearnerConfig]) -> list[LearnerConfig]:

@@ -30,7 +30,7 @@ from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.peers.inbox import Received
 from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.peers.plan import Plan
-from sottovoce_learner.storage.snapshot import Image, names_of, read_image
+from sottovoce_learner.storage.snapshot import Image
 from sottovoce_learner.storage.wal import Entry, Kind, Reading, Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import digest
@@ -209,7 +209,7 @@ class Memory:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
         self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
         self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
-        self.codec, self.names = RoundCodec(run.field_shapes), names_of(run)
+        self.codec, self.names = RoundCodec(run.field_shapes), Image.names(run)
         self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
@@ -372,7 +372,7 @@ class Memory:
         Raises:
             DataError: the log was written by another version, or for another spec.
         """
-        if (image := read_image(reading, self.names)) is not None:
+        if (image := Image.of(reading, self.names)) is not None:
             self.restore(image)
         for entry in reading.uncovered:
             self.replay(entry)

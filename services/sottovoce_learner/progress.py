@@ -154,17 +154,10 @@ class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four ti
         return now - self.since >= min(TOLD_S, clock.deadline_s / 4)
 
 
-def in_words(wait: Waiting, names: Sequence[str]) -> str:
+def _in_words(wait: Waiting, names: Sequence[str]) -> str:
     """What is waited for, and of whom."""
     of = f" ({in_short([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
     return f"{wait.cause.value}{of} in round {wait.round}"
-
-
-def waiting(before: Wait | None, t: int, cause: Cause, now: float, *, alone: bool) -> Wait:
-    """The wait of a learner that lacks something now: the one that it was in, if that is the same."""
-    if before is not None and (before.round, before.cause, before.alone) == (t, cause, alone):
-        return before
-    return Wait(t, cause, alone, now)
 
 
 class Waits:
@@ -185,7 +178,8 @@ class Waits:
 
     def begin(self, t: int, cause: Cause) -> None:
         """Something is awaited that comes without `wake`, and is said to be `over`."""
-        self.newest = waiting(self.newest, t, cause, time.monotonic(), alone=self._alone)
+        if self.newest is None or self.newest[:3] != (t, cause, self._alone):  # else it goes on
+            self.newest = Wait(t, cause, self._alone, time.monotonic())
 
     def over(self) -> None:
         """What was awaited is there."""
@@ -233,7 +227,7 @@ class Waits:
     def in_words(self) -> str:
         """What it has waited for, as `told`; empty: nothing that need be told."""
         wait = self.told(ended=False)
-        return "" if wait is None else in_words(wait, self._names)
+        return "" if wait is None else _in_words(wait, self._names)
 
     async def watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
@@ -244,7 +238,7 @@ class Waits:
                 continue
             limit_s = wait.limit_s(self._clock)
             if time.monotonic() - wait.since > limit_s:
-                text = f"waited {limit_s:g} s for {in_words(self._waiting(wait), self._names)}"
+                text = f"waited {limit_s:g} s for {_in_words(self._waiting(wait), self._names)}"
                 waker.set_exception(Unavailable(text))
 
 

@@ -24,9 +24,9 @@ from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.role import Role, Shared
 from sottovoce_learner.servicer import NAME, Face
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim
-from sottovoce_learner.storage.store import end_run
-from sottovoce_learner.storage.verify import Ledger, stand, under_way
+from sottovoce_learner.storage.ledger import Standing
+from sottovoce_learner.storage.state_folder import Claim, Files, Identity
+from sottovoce_learner.storage.store import Ledger, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop
@@ -94,7 +94,7 @@ class Learner:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             self._require_one_name()
-            held = claim(folder, self.config.name)
+            held = Claim(folder, self.config.name)
             try:
                 await asyncio.to_thread(self._require_whole)
                 held.renew()
@@ -120,7 +120,7 @@ class Learner:
 
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
-        stand(Files(self.config.state_folder, self.config.name))
+        Standing.of(Files(self.config.state_folder, self.config.name))
         # what a death has left of a run
         end_run(self.config.state_folder, self.config.name, keep_log=self.config.keep_log)
 
@@ -170,10 +170,10 @@ class Learner:
     def _left_open(self) -> dict[str, Any]:
         """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
-            found = under_way(Files(self.config.state_folder, self.config.name))
+            standing = Standing.of(Files(self.config.state_folder, self.config.name))
         except DataError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        if found is None:
+        if standing is None or (found := standing.under_way) is None:
             return {}
         line, closed = found
         known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}

@@ -16,7 +16,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import NearStream
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.verify import Ledger
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc import principals
 from sottovoce_rpc.access import Context, StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor

@@ -24,7 +24,7 @@ from sottovoce_core.running.policy import DAYS, Policy
 from sottovoce_core.text import called, in_short
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.group_commit import Ingest
-from sottovoce_learner.ingest.queue import intake_for
+from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.memory import Allowance, Books, Kept, Memory
 from sottovoce_learner.peers.inbox import Hearing, Inbox
 from sottovoce_learner.peers.outbox import Link, Telling
@@ -32,7 +32,8 @@ from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role, Shared
 from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.store import RunLog, Snapshots, Store, Terms
+from sottovoce_learner.storage.run_log import RunLog, Snapshots, Terms
+from sottovoce_learner.storage.store import Store
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.directives import Grant
@@ -97,7 +98,7 @@ class Session:
             )
         start, roster = run.algorithm.start(Who(index)), role.shared.roster
         attendance = roster.attendance(index, spec.rounds)
-        self.algorithm, self.intake = run.algorithm, intake_for(spec, role.n_features, attendance)
+        self.algorithm, self.intake = run.algorithm, Intake.of(spec, role.n_features, attendance)
         self.plan = Plan(run.network, index, role.shared.digests, spec.names)
         ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
         allowance, self._log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
@@ -392,8 +393,8 @@ def _open_log(
     """What the owner allows, with what all other runs have cost, and the log of this one."""
     spec, store = role.spec, Store(state_folder, role.name, keep_log=keep_log)
     terms = Terms(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
-    elsewhere = store.spent(but=role.run_id)
-    lately = store.spent_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
+    elsewhere = store.standing.spent(but=role.run_id)
+    lately = store.standing.spent_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
     line = LedgerLine(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
     try:
         run_log = store.open_run(line, terms, elsewhere)

@@ -21,7 +21,7 @@ from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.store import Store as Ledgers
 from sottovoce_learner.storage.wal import Kind
 

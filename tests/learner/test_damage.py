@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import DataError
-from sottovoce_learner.storage import state_folder, verify, wal
-from sottovoce_learner.storage.ledger import SLOT, LedgerLine
-from sottovoce_learner.storage.state_folder import Files, claim, content
-from sottovoce_learner.storage.store import RunLog, Store, Terms
-from sottovoce_learner.storage.verify import Ledger, repair, stand, under_way
+from sottovoce_learner.storage import ledger, state_folder, wal
+from sottovoce_learner.storage.ledger import LedgerLine, Standing
+from sottovoce_learner.storage.run_log import SLOT, RunLog, Terms
+from sottovoce_learner.storage.state_folder import Claim, Files, content
+from sottovoce_learner.storage.store import Ledger, Store
 from sottovoce_learner.storage.wal import PAGE, Durability, Said
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
@@ -33,7 +33,7 @@ def open_run(
 ) -> RunLog:
     terms = Terms(durability, SIZE, window, 9, 5.0)
     store = Store(folder, name)
-    return store.open_run(line(run_id, name), terms, store.spent(but=run_id))
+    return store.open_run(line(run_id, name), terms, store.standing.spent(but=run_id))
 
 
 def say(log: RunLog, rounds: range) -> None:
@@ -72,7 +72,7 @@ def files(folder: Path) -> list[Path]:
 
 def holds(folder: Path) -> list[object]:
     """What rests on a folder: the entries, up to the last that something visible rests on, and the figures."""
-    standing = stand(Files(folder, NAME))
+    standing = Standing.of(Files(folder, NAME))
     assert standing is not None and standing.log is not None
     return [standing.log.entries, [(run.run_id, run.said, run.spent) for run in standing.runs()]]
 
@@ -104,7 +104,8 @@ def changed(path: Path, raw: bytes) -> Iterator[None]:
 
 
 def told(folder: Path) -> tuple[str, int, bool]:
-    found = under_way(Files(folder, NAME))
+    standing = Standing.of(Files(folder, NAME))
+    found = None if standing is None else standing.under_way
     assert found is not None
     return found[0].run_id, found[0].said, found[1]
 
@@ -206,14 +207,14 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
         return content(path)
 
     monkeypatch.setattr("sottovoce_learner.storage.wal.content", first_it_goes_on)
-    standing = stand(Files(tmp_path, NAME))
+    standing = Standing.of(Files(tmp_path, NAME))
     assert standing is not None and standing.log is not None and standing.log.snapshot is not None
     assert [run.said for run in standing.runs()] == [ROUNDS + 1]
 
 
 def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:
     spent = lived_with_snapshots(tmp_path)
-    standing = stand(Files(tmp_path, NAME))
+    standing = Standing.of(Files(tmp_path, NAME))
     assert standing is not None and standing.log is not None
     snapshot = standing.log.snapshot
     assert snapshot is not None and standing.log.first == snapshot.covers + 1
@@ -251,7 +252,7 @@ def test_what_is_lost_beside_a_snapshot_is_charged(tmp_path: Path, lost: str) ->
     spent = lived_with_snapshots(tmp_path)
     (path,) = (tmp_path / "run-a@ann").glob(f"*.{lost}")
     path.unlink()
-    repaired = repair(tmp_path, NAME)
+    repaired = Ledger(tmp_path).repair(NAME)
     assert repaired.charged >= spent and Ledger(tmp_path).spent(NAME) == repaired.in_all >= spent
 
 
@@ -385,7 +386,7 @@ def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: 
 def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     """Between runs, too: on another folder in its place a learner would begin another ledger."""
     lived(folder := tmp_path / "state")
-    with claim(folder, NAME) as held:
+    with Claim(folder, NAME) as held:
         held.renew()
         say(open_run(folder, "run-c"), range(2))
         held.require_in_place()
@@ -397,7 +398,7 @@ def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Calla
 @pytest.mark.parametrize("file", ["ann.runs", "ann.mark", "ann.lock"])
 @pytest.mark.parametrize("harm", ["deleted", "replaced"])
 def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
-    with claim(folder, NAME) as held:
+    with Claim(folder, NAME) as held:
         held.renew()
         FILE_LOST[harm](folder / file)
         with pytest.raises(DataError, match=file):
@@ -439,14 +440,14 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
 
 
 def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
     with pytest.raises(DataError, match="before this machine was started again"):
         open_run(folder, "run-b")
 
 
 def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(open_run(tmp_path, "run-a", durability="power"), range(2))
-    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
     assert open_run(tmp_path, "run-a", durability="power").spent == 2 * PRICE
 
 

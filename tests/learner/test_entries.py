@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_learner.storage.wal import START, Entry, Grant, Kind, Said, encode_entry, read_entries
+from sottovoce_learner.storage.wal import START, Entry, Grant, Kind, Said, read_entries
 
 BODIES = st.binary(max_size=40)
 
@@ -18,7 +18,7 @@ def written(bodies: list[bytes]) -> tuple[bytes, list[int]]:
     """A log, and where its entries end."""
     raw, chain, ends = b"", START, []
     for k, body in enumerate(bodies):
-        more, chain = encode_entry(entry(k, body), chain)
+        more, chain = entry(k, body).encode(chain)
         raw += more
         ends.append(len(raw))
     return raw, ends

@@ -19,7 +19,7 @@ from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import group_commit
-from sottovoce_learner.ingest.group_commit import Receipts
+from sottovoce_learner.ingest.group_commit import _Receipts
 from sottovoce_learner.role import Role
 from sottovoce_learner.servicer import Face
 from sottovoce_learner.session import Session
@@ -39,7 +39,7 @@ class Disk:
         self.events: list[str] = []
         self._error = error
         self.settled = False
-        self.receipts = Receipts(cast(Any, self))
+        self.receipts = _Receipts(cast(Any, self))
         self.open = [ExitStack() for _ in range(streams)]
         for each in self.open:
             each.enter_context(self.receipts.stream())

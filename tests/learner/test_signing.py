@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import EquivocationError, RemoteProtocolError
-from sottovoce_learner.peers.inbox import Unsigned
+from sottovoce_learner.peers.inbox import _Unsigned
 from sottovoce_learner.peers.outbox import Link, Own
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.signatures import BLOCK, Statement, digest
@@ -25,8 +25,8 @@ def said(rounds: range, what: str = "") -> Own:
     return own
 
 
-def heard(rounds: range) -> Unsigned:
-    unsigned = Unsigned()
+def heard(rounds: range) -> _Unsigned:
+    unsigned = _Unsigned()
     for t in rounds:
         unsigned.require_signed(1, t)
         unsigned.heard(1, t, digest(frame(t)))

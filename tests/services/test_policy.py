@@ -21,8 +21,8 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import ledger
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
@@ -108,7 +108,7 @@ async def test_a_run_outside_the_policy_fails_with_the_clause_and_its_learner_li
         await restarted(up, "ann", policy)
         outcome = await up.run(spec, made_up(spec))
         status = await up.status("ann")
-        charged = look(Files(tmp_path / "journals", "ann")).lines
+        charged = Standing.look(Files(tmp_path / "journals", "ann")).lines
         await restarted(up, "ann", ALLOWING)
         again = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "failed" and outcome.detail.startswith(

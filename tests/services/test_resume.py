@@ -15,7 +15,7 @@ from sottovoce_coordinator.service import Coordinator
 from sottovoce_core.errors import SpecError
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus

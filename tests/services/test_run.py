@@ -35,9 +35,9 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import store
+from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_learner.storage.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
-from sottovoce_learner.storage.verify import Ledger, verify
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import Cause, LearnerState
@@ -287,7 +287,7 @@ async def test_the_logs_of_a_run_go_with_it(tmp_path: Path) -> None:
             while list(journals.glob("*@*")):  # noqa: ASYNC110 - a folder is no event
                 await asyncio.sleep(0.01)
         assert {name: Ledger(journals).spent(name) for name in NAMES} == spent
-        assert [verify(journals, name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
+        assert [Ledger(journals).verify(name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
         late = await up.start(small_spec(100_000, NAMES, clock={"deadline_s": 1.0}), 3)
         await up.end(late.run_id)
     assert outcome.state == "finished" and min(spent.values()) > 0

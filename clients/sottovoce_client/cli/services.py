@@ -180,8 +180,8 @@ def learner(
         "noise_seed": noise_seed,
         "identity": common().identity,
         "insecure": common().insecure,
-        "owner": owner or (),
-        "feeder": feeder or (),
+        "owner": tuple(owner or ()),
+        "feeder": tuple(feeder or ()),
         "policy": policy,
         "keep_log": keep_log,
     }

@@ -13,7 +13,7 @@ from sottovoce_core.errors import NotReady
 from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
 COMPANY_S = 0.01
@@ -41,7 +41,7 @@ class Ingest:
         self._grants, self._waits = grants, waits
         self._room = Room(role.name, "records wait", "records cannot be kept")
         self._hungry = asyncio.Event()  # there may be room: a feeder that waits looks again
-        self.receipts = Receipts(run_log)
+        self.receipts = _Receipts(run_log)
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
         """Records from the owner; waits while the learner has more than enough, and once it takes no more.
@@ -93,7 +93,7 @@ class Ingest:
             self._hungry.set()
 
 
-class Receipts:
+class _Receipts:
     """Lets what several streams have written down last, all at once.
 
     A stream waits until all others do, but at most `COMPANY_S`; so one that is alone waits for nobody.

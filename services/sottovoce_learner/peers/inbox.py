@@ -137,7 +137,7 @@ class Inbox(Generic[V]):
         return heard
 
 
-class Unsigned:
+class _Unsigned:
     """What neighbours said and have not signed yet, as far as this process has heard it.
 
     A neighbour signs a block before it says anything of another one, so of each no more than a block is remembered.
@@ -224,7 +224,7 @@ class Hearing:
     def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
-        self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
+        self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
         self._misconduct = dict[int, Misconduct]()
         self.rules_broken = 0
         """Messages that broke one, of whomever."""
@@ -264,7 +264,7 @@ class Hearing:
             self._unsigned.heard(neighbour, t, digest(payload))
         return complete
 
-    def _check(self, unsigned: Unsigned, neighbour: int, signed: Signed) -> None:
+    def _check(self, unsigned: _Unsigned, neighbour: int, signed: Signed) -> None:
         """A neighbour signs for itself, and what it said.
 
         Raises:

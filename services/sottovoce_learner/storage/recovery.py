@@ -10,9 +10,9 @@ from pathlib import Path
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.ingest.queue import intake_for
+from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.storage.state_folder import KEPT, Files
-from sottovoce_learner.storage.wal import Kind, LogReader, Said
+from sottovoce_learner.storage.wal import Kind, Reading, Said, read_log
 from sottovoce_wire.v1 import learner_pb2
 
 
@@ -32,33 +32,32 @@ class Learned:
 
     def __init__(self, folder: Path, learner: str, run_id: str, spec: RunSpec, n_features: int) -> None:
         log = Files(folder, learner).log(run_id)
-        self._log = LogReader(folder / KEPT / log.name, log)
+        self._folders: tuple[Path, ...] = (folder / KEPT / log.name, log)
         attendance = spec.roster.attendance(spec.names.index(learner), spec.rounds)
-        self._intake, self._attendance = intake_for(spec, n_features, attendance), attendance
+        self._intake, self._attendance = Intake.of(spec, n_features, attendance), attendance
         self._known: dict[int, Batch] = {}
         self.rounds = 0
         """Rounds below this one are known."""
-        self._whose = f"log of run {run_id} by learner {learner!r}"
-        self.look()
+        self._log = read_log(*self._folders)
         if self._log.about is None:
             raise DataError(
-                f"the state folder {folder} has no {self._whose}: a log is there while the run goes on, and behind it where the "
-                "learner was started with --keep-log"
+                f"the state folder {folder} has no log of run {run_id} by learner {learner!r}: a log is there while the run goes "
+                "on, and behind it where the learner was started with --keep-log"
             )
-
-    def look(self) -> None:
-        """Read what the log has more than before.
-
-        Raises:
-            DataError: its beginning was not kept.
-        """
-        entries = list(self._log.new())
         if self._log.first:
             raise DataError(
-                f"the {self._whose} in {self._log.path.parent} has lost its beginning: start the learner with --keep-log before "
-                "the run"
+                f"the log of run {run_id} by learner {learner!r} in {folder} has lost its beginning: start the learner with "
+                "--keep-log before the run"
             )
-        for entry in entries:
+        self._learn(self._log)
+
+    def look(self) -> None:
+        """Read what the log has more than before."""
+        self._log = read_log(*self._folders, after=self._log)
+        self._learn(self._log)
+
+    def _learn(self, log: Reading) -> None:
+        for entry in log.entries:
             if entry.kind is Kind.BATCH:
                 self._intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
             elif entry.kind in (Kind.ROUND, Kind.CLOSE):

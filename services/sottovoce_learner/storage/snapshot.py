@@ -55,28 +55,28 @@ class Image:
     heard: tuple[bytes, ...] = ()
     messages: int = 0
 
+    @staticmethod
+    def names(run: Run) -> dict[str, object]:
+        """What is no data in an algorithm's state, and is there again when the run is."""
+        return {"loss": run.loss, "algorithm": run.algorithm}
 
-def names_of(run: Run) -> dict[str, object]:
-    """What is no data in an algorithm's state, and is there again when the run is."""
-    return {"loss": run.loss, "algorithm": run.algorithm}
+    @classmethod
+    def of(cls, log: Reading, names: Mapping[str, object]) -> Image | None:
+        """What a log goes on from; None: from the start.
 
+        Args:
+            log: what is left of it.
+            names: as for `unpack`.
 
-def read_image(log: Reading, names: Mapping[str, object]) -> Image | None:
-    """What a log goes on from; None: from the start.
-
-    Args:
-        log: what is left of it.
-        names: as for `unpack`.
-
-    Raises:
-        DataError: another version wrote it.
-    """
-    if log.snapshot is None:
-        return None
-    image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
-    if not isinstance(image, Image):
-        raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
-    return image
+        Raises:
+            DataError: another version wrote it.
+        """
+        if log.snapshot is None:
+            return None
+        image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
+        if not isinstance(image, cls):
+            raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
+        return image
 
 
 # ---- values as bytes -------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Unpackable(TypeError):
 
 
 @runtime_checkable
-class Packed(Protocol):
+class _Packed(Protocol):
     """What is written as something simpler: a buffer as the rows that are in use."""
 
     def packed(self) -> Any:
@@ -180,7 +180,7 @@ class _Writing:
             return {"(" if type(value) is tuple else "[": [self.node(each) for each in value]}
         if type(value) is dict:
             return {"{": [[self.node(key), self.node(each)] for key, each in value.items()]}
-        if isinstance(value, Packed):
+        if isinstance(value, _Packed):
             return {"p": _name(type(value)), "v": self.node(value.packed())}
         if is_dataclass(value) and not isinstance(value, type):
             return {
@@ -231,7 +231,7 @@ class _Reading:
                 return {self.value(key): self.value(each) for key, each in node["{"]}
             case "p":
                 kind = _class(node["p"])
-                if not issubclass(kind, Packed):
+                if not issubclass(kind, _Packed):
                     raise _another(node["p"])
                 return kind.unpacked(self.value(node["v"]))
             case "d":

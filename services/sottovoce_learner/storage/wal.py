@@ -19,7 +19,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -31,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 from sottovoce_learner.storage.state_folder import (
     FORMAT,
     DiskFull,
+    Files,
     Held,
     chained,
     content,
@@ -94,13 +94,12 @@ class Entry(NamedTuple):
     chain: bytes = b""
     end: int = 0
 
-
-def encode_entry(entry: Entry, chain: bytes) -> tuple[bytes, bytes]:
-    """The bytes of an entry that stands behind `chain`, and the chain behind it."""
-    kind, sequence, t, spent, in_all, body, *_ = entry
-    header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
-    after = chained(chain, header)
-    return b"".join((header, body, bytes(-len(body) % 8), after)), after
+    def encode(self, chain: bytes) -> tuple[bytes, bytes]:
+        """Its bytes behind `chain`, and the chain behind it."""
+        kind, sequence, t, spent, in_all, body, *_ = self
+        header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
+        after = chained(chain, header)
+        return b"".join((header, body, bytes(-len(body) % 8), after)), after
 
 
 def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Entry]:
@@ -311,59 +310,39 @@ class Reading:
         return NOTHING if self.snapshot is None else self.snapshot.reserved
 
 
-class LogReader:
-    """Reads the entries of a log as they come, while its learner writes.
+def read_log(*folders: Path, after: Reading | None = None) -> Reading:
+    """All that is right in a log, while its learner may write: where it deletes segments, up to the first of them.
 
     Args:
         folders: of its segments, each in the first of these folders that has it.
+        after: what was read of it before: what came since is read.
 
-    Attributes:
-        about: whose log it is, as its first segment says; None: there is none.
-        first, base: the first entry's sequence number, and the chain before it.
-        path, end: the newest segment, and the first byte of it behind the last right entry.
+    Raises:
+        DataError: a segment is of a newer format.
     """
-
-    def __init__(self, *folders: Path) -> None:
-        self._folders = folders
-        self.about: About | None = None
-        self.path, self.end, self._segment = folders[-1] / "none", 0, ""
-        self.first, self.base = self._due = 0, START
-
-    def new(self) -> Iterator[Entry]:
-        """Those that were not read yet; of a log whose learner deletes segments meanwhile, up to the first of them.
-
-        Raises:
-            DataError: a segment is of a newer format.
-        """
-        segments = {path.name: path for folder in reversed(self._folders) for path in ending(folder, ".log")}
-        for path in (segments[name] for name in sorted(segments) if name >= self._segment):
-            read = self.end if path.name == self._segment else 0
-            raw = content(path, read)
-            if not read and not self._begins(path, raw):
-                return
-            for entry in read_entries(raw, 0 if read else PAGE, *self._due):
-                self.end, self._due = read + entry.end, (entry.sequence + 1, entry.chain)
-                yield entry
-
-    def _begins(self, path: Path, raw: bytes) -> bool:
-        """Whether a segment begins with the entry that is due."""
-        if (facts := _facts(raw, path)) is None:
-            return False
-        begin = facts["sequence"], bytes.fromhex(facts["chain"])
-        if self.about is None:
-            self.about = About(**facts["about"])
-            self.first, self.base = self._due = begin
-        if begin != self._due:
-            return False
-        self.path, self.end, self._segment = path, PAGE, path.name
-        return True
-
-
-def read_log(folder: Path) -> Reading:
-    """All that is right in a log; errors as of `LogReader.new`."""
-    reader = LogReader(folder)
-    entries = tuple(reader.new())
-    return Reading(reader.about, reader.first, reader.base, entries, reader.path, reader.end)
+    before = after or Reading(None, 0, START, (), folders[-1] / "none", 0)
+    about, path, end = before.about, before.path, before.end
+    first = due = before.next, before.entries[-1].chain if before.entries else before.base
+    entries = list[Entry]()
+    segments = {segment.name: segment for folder in reversed(folders) for segment in ending(folder, ".log")}
+    for name in sorted(segments):
+        if about is not None and name < path.name:
+            continue
+        known = end if about is not None and name == path.name else 0
+        raw = content(segments[name], known)
+        if not known:
+            if (facts := _facts(raw, segments[name])) is None:
+                break
+            begin = facts["sequence"], bytes.fromhex(facts["chain"])
+            if about is None:
+                about, first, due = About(**facts["about"]), begin, begin
+            if begin != due:
+                break
+        path, end = segments[name], known or PAGE
+        for entry in read_entries(raw, 0 if known else PAGE, *due):
+            entries.append(entry)
+            end, due = known + entry.end, (entry.sequence + 1, entry.chain)
+    return Reading(about, *first, tuple(entries), path, end)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -386,14 +365,13 @@ class Log:
     """A log, open for writing. Every error of the system is passed on: what could not be written whole does not count.
 
     Args:
-        folder: the run's, of this learner.
+        files: of the learner.
         about: whose it is.
         reading: what it holds already; None: it begins here.
-        kept: folder for what is forgotten; None: it is deleted.
     """
 
-    def __init__(self, folder: Path, about: About, reading: Reading | None = None, kept: Path | None = None) -> None:
-        self.folder, self._about, self._kept = folder, about, kept
+    def __init__(self, files: Files, about: About, reading: Reading | None = None) -> None:
+        self.folder, self._about, self._files = files.log(about.run_id), about, files
         self.sequence, self.chain = 0, START
         self._unsynced, self._doubtful = False, False
         if reading is None or reading.about is None:
@@ -416,7 +394,7 @@ class Log:
         Raises:
             DiskFull: there is no room for it.
         """
-        raw, after = encode_entry(Entry(kind, self.sequence, t, spent, in_all, body), self.chain)
+        raw, after = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
         if self._at > PAGE and self._at + len(raw) > SEGMENT:
             self.turn()
         self._allocate(self._at + len(raw))
@@ -453,7 +431,7 @@ class Log:
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
             if (_facts(content(after, size=PAGE), after) or {"sequence": 0})["sequence"] > covers + 1:
                 break
-            put_away(segment, self._kept)
+            self._files.put_away(segment)
         for other in self.folder.glob("*.snapshot*"):
             if other.name != f"{covers:016d}.snapshot":
                 other.unlink()
@@ -505,15 +483,6 @@ class Log:
         for other in self.folder.glob("*.log"):
             if int(other.stem) > self._segment:
                 other.unlink()
-
-
-def put_away(segment: Path, kept: Path | None) -> None:
-    """Delete a segment, or move it to a folder of the same disk."""
-    if kept is None:
-        segment.unlink()
-        return
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    segment.replace(kept / segment.name)
 
 
 def _path(folder: Path, number: int) -> Path:
