@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +282,13 @@ async def test_the_smaller_of_budget_and_policy_holds(tmp_path: Path) -> None:
 # ---- what is a month -------------------------------------------------------------------------------------------------
 
 
-def ago(days: float) -> Callable[[Any], Any]:
-    moment = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
-    return lambda facts: {**facts, "at": moment}
+def ago(days: float) -> type[datetime]:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Earlier:
+            return super().now(tz) - timedelta(days=days)
+
+    return Earlier
 
 
 async def test_what_was_spent_before_the_last_30_days_does_not_count(
@@ -296,7 +300,7 @@ async def test_what_was_spent_before_the_last_30_days_does_not_count(
         for days in (30.1, 29.9, 0.0):
             await restarted(up, "ann", policy)
             with monkeypatch.context() as earlier:
-                earlier.setattr(ledger, "dated", ago(days))
+                earlier.setattr(ledger, "datetime", ago(days))
                 outcomes.append(await up.run(spec, made_up(spec)))
                 await until_charged(files)
     old, new, last = outcomes

@@ -34,7 +34,7 @@ from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
-from sottovoce_learner.storage import store
+from sottovoce_learner.storage import run_log
 from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
 from sottovoce_learner.storage.state_folder import DiskFull
 from sottovoce_learner.storage.store import Ledger
@@ -768,8 +768,8 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
-    monkeypatch.setattr(store, "SNAPSHOT_AFTER", grown)
-    monkeypatch.setattr(store, "SNAPSHOT_ROUNDS", rounds)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", grown)
+    monkeypatch.setattr(run_log, "SNAPSHOT_ROUNDS", rounds)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)
