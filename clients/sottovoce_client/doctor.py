@@ -28,7 +28,7 @@ from sottovoce_client.feeding.broker import feeds
 from sottovoce_client.wording import count
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_core.text import plain
-from sottovoce_learner.storage.verify import Ledger, verify
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.access import NOT_BELIEVED
 from sottovoce_rpc.addresses import is_loopback
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
@@ -201,7 +201,7 @@ def _state(folder: Path) -> Iterator[Finding]:
     yield Finding(f"{what}: disk", state, f"{free / 1e9:.1f} GB free")
     for name in Ledger(folder).learners():
         try:
-            runs = verify(folder, name, imports=False)
+            runs = Ledger(folder).verify(name, imports=False)
             yield Finding(f"{what}: {name}", "well", f"{len(runs)} runs in its ledger: nothing is lost")
         except DataError as error:
             yield Finding(f"{what}: {name}", "wrong", str(error))

@@ -24,8 +24,8 @@ from sottovoce_lab.mutants import Altered
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner
-from sottovoce_learner.servicer import Context, Face
-from sottovoce_rpc.access import give_turn_back
+from sottovoce_learner.servicer import Face
+from sottovoce_rpc.access import Context, give_turn_back
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2

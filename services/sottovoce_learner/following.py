@@ -7,7 +7,6 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,7 +19,6 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.storage.state_folder import Identity
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
-from sottovoce_rpc.learner_status import LearnerStatus, Waiting
 from sottovoce_rpc.server import HELLO_S, channel, reach
 from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import beside, if_long
@@ -35,30 +33,6 @@ _REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
 _JITTER = secrets.SystemRandom()
 
 _JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a learner reports.
-
-    Attributes:
-        status: how far it is.
-        waiting: what it waits for; None: nothing that need be told.
-        attempt: at its run.
-        misconduct: what it has noticed of its neighbours.
-    """
-
-    status: LearnerStatus
-    waiting: Waiting | None
-    attempt: int
-    misconduct: tuple[coordinator_pb2.Misconduct, ...]
-
-    def to_wire(self) -> coordinator_pb2.Event:
-        """As a message."""
-        waits = None if self.waiting is None else self.waiting.to_wire()
-        report = coordinator_pb2.Report(status=self.status.to_wire(), waiting=waits, attempt=self.attempt)
-        report.misconduct.extend(self.misconduct)
-        return coordinator_pb2.Event(report=report)
 
 
 class Following:
@@ -79,7 +53,7 @@ class Following:
         session: Callable[[], Session | None],
         known: Callable[[], Awaitable[dict[str, Any]]],
         obey: Callable[[str, Directive | None], Awaitable[None]],
-        report: Callable[[], Report],
+        report: Callable[[], coordinator_pb2.Event],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._session, self._known, self._obey = config, session, known, obey
@@ -275,7 +249,7 @@ class Following:
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
                 if (now := self._report()) != last:
-                    await call.write(now.to_wire())
+                    await call.write(now)
                     last = now
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._report_s):

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationError
-from pydantic_core import PydanticCustomError
 
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.explaining import requirement
 from sottovoce_core.registry import Section
 from sottovoce_core.running.policy import Policy
-from sottovoce_core.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_core.yaml_files import document_of, text_of
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.credentials import Credentials
 
 
-class Settings(Section):
+class _Settings(Section):
     """Of one learner, or of all of a file. Each is what the option of that name of `sottovoce learner` says."""
 
     coordinator: str | None = None
@@ -44,35 +41,29 @@ class Settings(Section):
     @property
     def said(self) -> dict[str, Any]:
         """What it says, and nothing that it leaves open."""
-        return {name: getattr(self, name) for name in self.model_fields_set if name in Settings.model_fields}
+        return {name: getattr(self, name) for name in self.model_fields_set if name in _Settings.model_fields}
 
 
 def _by_name(learners: object) -> object:
     """Names alone are learners of which all is as for all; so is a name with nothing after it."""
     if isinstance(learners, list):
-        twice = next((each for k, each in enumerate(learners) if each in learners[:k]), None)
-        _require("each must have a name of its own, got {got} twice", twice, fits=twice is None)
+        if twice := [each for k, each in enumerate(learners) if each in learners[:k]]:
+            raise ValueError(f"each must have a name of its own, got {twice[0]!r} twice")
         learners = dict.fromkeys(learners)
-    wanted = "must be names, or say of each name what is its own, got {got}"
-    _require(wanted, learners, fits=isinstance(learners, dict) and bool(learners))
-    assert isinstance(learners, dict)  # noqa: S101 - else it was refused
-    for name, own in learners.items():
-        fits = isinstance(name, str) and re.fullmatch(LEARNER_NAME, name) is not None
-        _require(f"a name is part of file names: it must be {LEARNER_NAMES}, got {{got}}", name, fits=fits)
-        text = f"what is said of {name} must be fields with their values, or nothing, got {{got}}"
-        _require(text, own, fits=own is None or isinstance(own, dict))
-    return {name: own or {} for name, own in learners.items()}
+    if not isinstance(learners, dict) or not learners:
+        raise ValueError(f"must be names, or say of each name what is its own, got {repr(learners)[:80]}")
+    return {name: {} if own is None else own for name, own in learners.items()}
 
 
-def _require(text: str, got: object, *, fits: bool) -> None:
-    if not fits:
-        raise PydanticCustomError("learners", "{text}", {"text": text.replace("{got}", repr(got)[:80])})
-
-
-class HostFile(Settings):
+class _HostFile(_Settings):
     """The learners of a process: their names, or what is said of each of them, and before that what is said of all."""
 
-    learners: Annotated[dict[str, Settings], BeforeValidator(_by_name)]
+    learners: Annotated[dict[str, _Settings], BeforeValidator(_by_name)]
+
+
+_FIELDS = {"state": "state_folder", "join_timeout": "join_timeout_s", "owner": "owners", "feeder": "feeders"}
+"""Names of options in `LearnerConfig`, where they are other ones."""
+_OTHERWISE = ("identity", "insecure", "policy")
 
 
 def named(names: Sequence[str], options: Mapping[str, Any]) -> list[LearnerConfig]:
@@ -122,11 +113,11 @@ def hosted(path: Path, options: Mapping[str, Any]) -> list[LearnerConfig]:
     return _distinct(configs)
 
 
-def _read(path: Path) -> HostFile:
+def _read(path: Path) -> _HostFile:
     text = text_of(path, "a file of learners")
     document = document_of(text, str(path), "a file of learners")
     try:
-        return HostFile.model_validate(document)
+        return _HostFile.model_validate(document)
     except ValidationError as error:
         raise SpecError("\n".join(_explained(each, str(path)) for each in error.errors())) from None
 
@@ -136,12 +127,12 @@ def _explained(problem: Any, source: str) -> str:
     where = ".".join(map(str, problem["loc"]))
     match problem["type"]:
         case "extra_forbidden":
-            known = ", ".join(Settings.model_fields)
+            known = ", ".join(_Settings.model_fields)
             return f"{source}: unknown field {where}; of a learner, or of all, there are {known}"
         case "missing":
             return f"{source}: field {where} is required: names, or what is said of each name"
-        case "learners":
-            return f"{source}: {where}: {problem['msg']}"
+        case "value_error":
+            return f"{source}: {where}: {problem['ctx']['error']}"
         case _:
             return f"{source}: {where}: {requirement(problem)}, got {repr(problem.get('input'))[:80]}"
 
@@ -149,24 +140,8 @@ def _explained(problem: Any, source: str) -> str:
 def _config(name: str, said: Mapping[str, Any], identity: Path | None, policy: Policy) -> LearnerConfig:
     if said["coordinator"] is None:
         raise SpecError("a learner needs the address of its coordinator: --coordinator HOST:PORT")
-    return LearnerConfig(
-        name,
-        said["coordinator"],
-        said["listen"],
-        said["advertise"],
-        said["state"],
-        said["join_timeout"],
-        said["recorded_noise"],
-        said["allow_imports"],
-        said["budget"],
-        said["noise"],
-        said["noise_seed"],
-        Credentials(identity, said["insecure"]),
-        tuple(said["owner"]),
-        tuple(said["feeder"]),
-        policy,
-        said["keep_log"],
-    )
+    fields = {_FIELDS.get(option, option): value for option, value in said.items() if option not in _OTHERWISE}
+    return LearnerConfig(name, credentials=Credentials(identity, said["insecure"]), policy=policy, **fields)
 
 
 def _distinct(configs: list[LearnerConfig]) -> list[LearnerConfig]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import structlog
 
 from sottovoce_core.errors import DataError, SottovoceError, Unavailable
 from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.metrics import CATALOGUE
+from sottovoce_learner.peers.in_process import Nearby
+from sottovoce_learner.service import Learner
+from sottovoce_learner.tracing import Tracing
+from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.logs import failure, log_start
-from sottovoce_rpc.server import announce
+from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
+from sottovoce_rpc.server import announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks, drained
 
 log = structlog.get_logger()
@@ -24,21 +29,6 @@ _NAMED = 10
 """Learners that an error names."""
 
 
-class Hosted(Protocol):
-    """A learner of the process."""
-
-    config: LearnerConfig
-
-    async def start(self) -> str:
-        """Listen; returns the address for others."""
-
-    async def follow(self, address: str) -> None:
-        """Follow the coordinator for ever."""
-
-    async def stop(self) -> None:
-        """End what it does, and let its state folder go."""
-
-
 class Host:
     """The learners of one process.
 
@@ -46,7 +36,7 @@ class Host:
         learners: that they are.
     """
 
-    def __init__(self, learners: Sequence[Hosted]) -> None:
+    def __init__(self, learners: Sequence[Learner]) -> None:
         self._learners, self._ended = learners, dict[str, BaseException]()
 
     async def start(self) -> dict[str, str]:
@@ -77,7 +67,7 @@ class Host:
             log_start("learner", config.credentials.principal, address=address, state=config.state_folder, **whose)
         return addresses
 
-    async def _started(self, learner: Hosted) -> str:
+    async def _started(self, learner: Learner) -> str:
         try:
             return await learner.start()
         except SottovoceError as error:
@@ -97,16 +87,16 @@ class Host:
             await asyncio.wait(works)
         raise next(reversed(self._ended.values()))
 
-    def _listening(self, addresses: dict[str, str]) -> list[Hosted]:
+    def _listening(self, addresses: dict[str, str]) -> list[Learner]:
         return [each for each in self._learners if each.config.name in addresses]
 
-    async def _followed(self, learner: Hosted, address: str) -> None:
+    async def _followed(self, learner: Learner, address: str) -> None:
         try:
             await learner.follow(address)
         except Exception as error:  # noqa: BLE001 - a bug in the run of one learner is none of the others'
             await self._end(learner, error)
 
-    async def _end(self, learner: Hosted, error: Exception) -> None:
+    async def _end(self, learner: Learner, error: Exception) -> None:
         """Let its address and its state folder go, while others go on."""
         name = learner.config.name
         self._ended[name] = error
@@ -131,6 +121,49 @@ class Host:
             raise Unavailable(
                 f"{ended} of {len(self._learners)} learners had ended before, the log says why: {names}{more}"
             )
+
+
+def measured(learners: Sequence[Learner], refused: Refusals) -> Iterator[Reading]:
+    """What learners of one process tell Prometheus; refused: who asked for it, and may not."""
+    services = (learner.service for learner in learners)
+    refusals = [refused, *(service.refused for service in services if service is not None)]
+    yield from common([learner.config.credentials for learner in learners], refusals)
+    for learner in learners:
+        yield from learner.readings()
+
+
+async def serve(
+    configs: Sequence[LearnerConfig],
+    *,
+    with_stdin: bool = False,
+    metrics: Scraped | None = None,
+    trace_every: int | None = None,
+) -> None:
+    """Run learners in this process until it is told to stop.
+
+    Args:
+        configs: of the learners.
+        with_stdin: stop when standard input ends.
+        metrics: where all of them tell Prometheus how they are; None: nowhere.
+        trace_every: of so many rounds one is traced; None: none is.
+
+    Raises:
+        SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
+    """
+    tracing = None if trace_every is None else Tracing(trace_every)
+    nearby, refused = Nearby(), Refusals()
+    learners = [Learner(config, tracing, nearby) for config in configs]
+    host = Host(learners)
+
+    async def stop(_: str) -> None:
+        await host.stop()
+        if tracing is not None:
+            await tracing.end()
+
+    async with scraped(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
+        addresses = await host.start()
+        await serve_until_stopped(stop, [host.follow(addresses)], with_stdin=with_stdin)
+    host.require_whole()
 
 
 def _make_room(learners: int) -> None:

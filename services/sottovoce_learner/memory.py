@@ -1,7 +1,9 @@
 """The state of a learner in a run, and the steps of a round. No network, no file, no clock.
 
-A learner that lives and one whose log is replayed after a death (`recovery.py`) take the same steps here, so both come to the
-same state, to the last bit. A step is taken when it counts: a message when it is written down, a round when it is learned.
+A learner that lives and one whose log is replayed after a death take the same steps here, so both come to the same state, to the
+last bit. A step is taken when it counts: a message when it is written down, a round when it is learned. What the log has of a
+round is enough: the algorithm's state after saying exactly the logged message (`overheard`), then `listen` with the logged
+messages and records. Where the state keeps noise that no message shows, the log has that, too, and the message is formed again.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from sottovoce_core.running.policy import DAYS
 from sottovoce_core.running.run import Run, format_above
 from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.peers.inbox import Received
+from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.peers.plan import Plan
-from sottovoce_learner.peers.signing import Own
 from sottovoce_learner.storage.snapshot import Image
-from sottovoce_learner.storage.wal import Said
+from sottovoce_learner.storage.wal import Entry, Kind, Reading, Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.signatures import digest
+from sottovoce_wire.v1 import learner_pb2
 
-ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+_ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
 
 
 # ---- noise that no message shows: written down with the message, and drawn from there after a death -------------------
@@ -66,7 +69,7 @@ class Kept:
         return b"".join(noise.tobytes() for noise in self._drawn)
 
 
-class DrawnAgain:
+class _DrawnAgain:
     """The noise of one round, as it was drawn.
 
     Args:
@@ -189,6 +192,7 @@ class Memory:
 
     Attributes:
         codec: of its messages.
+        names: what is no data in a state (`pack`).
         hidden: whether messages do not tell the state that said them.
         said: rounds that were said.
         done: rounds that were learned, too; one less than `said` until the run is over.
@@ -205,7 +209,7 @@ class Memory:
         self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
         self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
         self._judges, self._late, self._used = run.spec.telemetry.accuracy, run.late, list[float]()
-        self.codec = RoundCodec(run.field_shapes)
+        self.codec, self.names = RoundCodec(run.field_shapes), Image.names(run)
         self.hidden = _hides_noise(run.algorithm)
         self.said = self.done = 0
         self.inputs = Said(b"")
@@ -218,7 +222,7 @@ class Memory:
         """Were all rounds learned in which the learner takes part?"""
         return self.done >= self.attendance.end
 
-    def say(self, t: int, state: Any, frame: bytes, spent: float) -> None:
+    def remember(self, t: int, state: Any, frame: bytes, spent: float) -> None:
         """The message of round t is written down, whoever hears it.
 
         Args:
@@ -235,7 +239,7 @@ class Memory:
         self.messages += len(told)
         self.said = t + 1
 
-    def formed(self, t: int, message: Message, noise: Kept) -> Said:
+    def form_message(self, t: int, message: Message, noise: Kept) -> Said:
         """The round's message as it goes out, and what it was made from.
 
         Raises:
@@ -329,7 +333,7 @@ class Memory:
             self.intake.taken(),
             tuple(self.frames),
             (self.correct, self.judged),
-            self.own.vouched,
+            self.own.copy(),
             self.inputs.heard if self._late else (),
             self.messages,
         )
@@ -348,14 +352,75 @@ class Memory:
         if self.books.spent != image.spent:
             raise DataError(
                 f"a snapshot says that {len(counts) + 1} rounds have cost {image.spent:.6g}, and by its records they cost "
-                f"{self.books.spent:.6g}: {ANOTHER}"
+                f"{self.books.spent:.6g}: {_ANOTHER}"
             )
         if counts:
             self.plan.forget(len(counts) - 1)
         self.intake.restore(image.taken)
-        self.own.restore(image.vouched)
+        self.own.restore(image.own)
         self.state, self.inputs = image.state, Said(b"", image.heard)
         self.frames.extend(image.frames)
         self.correct, self.judged = image.judged
         self.said, self.done = len(counts) + 1, len(counts)
         self.messages = image.messages
+
+    # ---- after a death --------------------------------------------------------------------------------------
+
+    def recover(self, reading: Reading) -> None:
+        """Remember all that a log says, before any step was taken.
+
+        Raises:
+            DataError: the log was written by another version, or for another spec.
+        """
+        if (image := Image.of(reading, self.names)) is not None:
+            self.restore(image)
+        for entry in reading.uncovered:
+            self.replay(entry)
+
+    def replay(self, entry: Entry) -> None:
+        """The next entry of a log.
+
+        Raises:
+            DataError: it does not follow from those before: the log was written by another version, or for another spec.
+        """
+        if entry.kind is Kind.BATCH:
+            self.intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
+        elif entry.kind in (Kind.ROUND, Kind.CLOSE):
+            said = Said.decode(entry.body)
+            self.pass_absence(entry.round)
+            if entry.round > self.done:
+                self._learn_again(entry, said)
+            if entry.kind is Kind.ROUND:
+                self._say_again(entry, said)
+
+    def _say_again(self, entry: Entry, said: Said) -> None:
+        """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
+        t, _, message = self.codec.decode(said.frame)
+        if t != entry.round or self.books.price(t) != entry.spent:
+            raise _unlike(entry, f"round {entry.round} at epsilon {entry.spent:.6g}", f"round {t} at another price")
+        if self.hidden:
+            noise = _DrawnAgain(said.drawn)
+            state, formed = self.algorithm.speak(self.state, noise)
+            if len(noise.left) or any(
+                each.tobytes() != message[name].tobytes() for name, each in formed.fields.items()
+            ):
+                raise _unlike(entry, "a message", "another one")
+        else:
+            state, _ = self.algorithm.overheard(self.state, message)
+        self.remember(t, state, said.frame, entry.spent)
+
+    def _learn_again(self, entry: Entry, said: Said) -> None:
+        t, wanted = entry.round - 1, self.plan.heard(entry.round - 1)
+        messages = {sender: message for _, sender, message in map(self.codec.decode, said.heard)}
+        if t != self.done or messages.keys() != wanted.keys():
+            raise _unlike(entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(wanted)} in {self.done}")
+        batch = self.intake.take(t, said.records)
+        if batch.size != said.records or self.intake.filled <= t:
+            raise _unlike(entry, f"{said.records} records in round {t}", f"{batch.size}")
+        self.learn(self.algorithm.listen(self.state, self.hear(messages, batch), batch), said.before(b""))
+
+
+def _unlike(entry: Entry, wanted: str, got: str) -> DataError:
+    return DataError(
+        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_ANOTHER}"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -25,8 +25,6 @@ log = structlog.get_logger()
 
 TOLD_S = 1.0
 """A wait that has lasted so long is told to the coordinator: shorter ones are part of every round."""
-
-
 ROOM_S = 1.0
 """Between tries to write to a disk that is full."""
 
@@ -156,17 +154,10 @@ class Wait(NamedTuple):  # made in every round: a frozen dataclass takes four ti
         return now - self.since >= min(TOLD_S, clock.deadline_s / 4)
 
 
-def in_words(wait: Waiting, names: Sequence[str]) -> str:
+def _in_words(wait: Waiting, names: Sequence[str]) -> str:
     """What is waited for, and of whom."""
     of = f" ({in_short([called(names, i) for i in wait.neighbours])})" if wait.neighbours else ""
     return f"{wait.cause.value}{of} in round {wait.round}"
-
-
-def waiting(before: Wait | None, t: int, cause: Cause, now: float, *, alone: bool) -> Wait:
-    """The wait of a learner that lacks something now: the one that it was in, if that is the same."""
-    if before is not None and (before.round, before.cause, before.alone) == (t, cause, alone):
-        return before
-    return Wait(t, cause, alone, now)
 
 
 class Waits:
@@ -187,7 +178,8 @@ class Waits:
 
     def begin(self, t: int, cause: Cause) -> None:
         """Something is awaited that comes without `wake`, and is said to be `over`."""
-        self.newest = waiting(self.newest, t, cause, time.monotonic(), alone=self._alone)
+        if self.newest is None or self.newest[:3] != (t, cause, self._alone):  # else it goes on
+            self.newest = Wait(t, cause, self._alone, time.monotonic())
 
     def over(self) -> None:
         """What was awaited is there."""
@@ -235,7 +227,7 @@ class Waits:
     def in_words(self) -> str:
         """What it has waited for, as `told`; empty: nothing that need be told."""
         wait = self.told(ended=False)
-        return "" if wait is None else in_words(wait, self._names)
+        return "" if wait is None else _in_words(wait, self._names)
 
     async def watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
@@ -246,47 +238,37 @@ class Waits:
                 continue
             limit_s = wait.limit_s(self._clock)
             if time.monotonic() - wait.since > limit_s:
-                text = f"waited {limit_s:g} s for {in_words(self._waiting(wait), self._names)}"
+                text = f"waited {limit_s:g} s for {_in_words(self._waiting(wait), self._names)}"
                 waker.set_exception(Unavailable(text))
 
 
 class Room:
-    """Room for what a learner writes of one kind.
+    """Room for what a learner writes of one kind; in `with`, while it is written.
 
     Args:
         learner: its name.
         waits: what does, where there is none, in the log's words.
         unwritten: what an error says of it.
-        pause: for so many seconds, until the next try.
     """
 
-    def __init__(self, learner: str, waits: str, unwritten: str, pause: Callable[[float], Awaitable[None]]) -> None:
-        self._learner, self._waits, self._unwritten, self._pause = learner, waits, unwritten, pause
+    def __init__(self, learner: str, waits: str, unwritten: str) -> None:
+        self._learner, self._waits, self._unwritten = learner, waits, unwritten
         self.lacking = False
         """Something waits for it."""
 
-    async def written(self, t: int, write: Callable[[], None]) -> None:
-        """Write; where there is no room, the same again, until there is.
+    def __enter__(self) -> None: ...
 
-        Args:
-            t: the round that the learner is in.
-            write: what is to be done; whole or not at all.
+    def __exit__(self, *_: object) -> None:
+        self.lacking = False
+
+    def require_full(self, error: OSError, t: int) -> None:
+        """After a write that did not succeed, in round t: the same may be tried again in `ROOM_S`, where there was no room.
 
         Raises:
-            NotReady: it cannot be written.
+            NotReady: it failed otherwise.
         """
-        try:
-            while True:
-                try:
-                    write()
-                except DiskFull:
-                    if not self.lacking:
-                        log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
-                    self.lacking = True
-                    await self._pause(ROOM_S)
-                except OSError as error:
-                    raise NotReady(f"{self._unwritten}: {error.strerror}") from None
-                else:
-                    return
-        finally:
-            self.lacking = False
+        if not isinstance(error, DiskFull):
+            raise NotReady(f"{self._unwritten}: {error.strerror}") from None
+        if not self.lacking:
+            log.warning(f"disk full: {self._waits} until there is room", learner=self._learner, round=t)
+        self.lacking = True

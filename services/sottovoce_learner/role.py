@@ -1,16 +1,24 @@
-"""What a learner is told before a run."""
+"""What a learner is told before a run, and what follows from it alone: that is made once for all learners of a process."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
 
 from sottovoce_core.errors import RemoteProtocolError
-from sottovoce_core.spec import RunSpec
+from sottovoce_core.network.network import Digests
+from sottovoce_core.network.roster import Roster
+from sottovoce_core.running.run import Run, build_run
+from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.sharing import document_of, spec_of
 from sottovoce_learner.storage.state_folder import Identity
-from sottovoce_rpc.specs import require_run_id
+from sottovoce_rpc import specs
 from sottovoce_wire.v1.coordinator_pb2 import Assignment
+
+_KEPT = 4
+"""Runs at a time: learners of one process may be in several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +50,79 @@ class Role:
         if (told := self.spec.names[self.index]) != self.name:
             raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
 
+    @classmethod
+    def of(cls, run_id: str, told: Assignment, own: Identity, config: LearnerConfig) -> Role:
+        """What the coordinator said, checked: its run id becomes part of a file name.
+
+        Raises:
+            RemoteProtocolError: it contradicts itself, or is another learner's.
+            SpecError: the run spec is not valid, or names code that may not be imported.
+        """
+        specs.require_run_id(run_id)
+        config.policy.require_code(_document_of(told.spec))
+        spec = _spec_of(told.spec, imports=config.allow_imports)
+        return cls(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
+
     @property
     def budget(self) -> float | None:
         """Epsilon that it may spend in the run; None: there is no limit."""
         return self.spec.budget_of(self.index)
 
+    @property
+    def shared(self) -> Shared:
+        """What it has in common with the other learners of its process."""
+        return Shared.of(self.spec, self.n_features)
 
-def role_of(run_id: str, told: Assignment, own: Identity, config: LearnerConfig) -> Role:
-    """What the coordinator said, checked: its run id becomes part of a file name.
 
-    Raises:
-        RemoteProtocolError: it contradicts itself, or is another learner's.
-        SpecError: the run spec is not valid, or names code that may not be imported.
+# ---- what learners of one process have in common ---------------------------------------------------------------------
+
+_document_of = lru_cache(_KEPT)(specs.document_from_wire)
+
+
+@lru_cache(_KEPT)
+def _spec_of(text: str, *, imports: bool) -> RunSpec:
+    """The spec of a document from the wire: all that are told the same have this very one."""
+    return parse_spec(_document_of(text), imports=imports)
+
+
+class Shared:
+    """What follows from a spec alone, and nobody changes. Many learners would else hold as many copies of one network.
+
+    Args:
+        spec: of a run.
+        n_features: features of a record.
     """
-    require_run_id(run_id)
-    config.policy.require_code(document_of(told.spec))
-    spec = spec_of(told.spec, imports=config.allow_imports)
-    return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
+
+    _known: ClassVar[deque[Shared]] = deque(maxlen=_KEPT)
+
+    def __init__(self, spec: RunSpec, n_features: int) -> None:
+        self._spec, self._n_features = spec, n_features
+
+    @classmethod
+    def of(cls, spec: RunSpec, n_features: int) -> Shared:
+        """That of this very spec, not of an equal one: comparing long ones would cost as much as reading them."""
+        for each in tuple(cls._known):  # another thread may ask, too
+            if each._spec is spec and each._n_features == n_features:
+                return each
+        cls._known.append(cls(spec, n_features))
+        return cls._known[-1]
+
+    @cached_property
+    def run(self) -> Run:
+        """As it is built; raises `SpecError` as `build_run`."""
+        return build_run(self._spec, self._n_features)
+
+    @cached_property
+    def plan_hash(self) -> bytes:
+        """As that of `sottovoce_rpc.specs`."""
+        return specs.plan_hash(self._spec, self._n_features)
+
+    @cached_property
+    def digests(self) -> Digests:
+        """Of the networks of its rounds, for a window and those that may be asked for again."""
+        return Digests(self.run.network, 4 * min(self._spec.clock.window, self._spec.rounds))
+
+    @cached_property
+    def roster(self) -> Roster:
+        """Who takes part when."""
+        return self._spec.roster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,28 +16,26 @@ from sottovoce_core.running.policy import accepted
 from sottovoce_core.running.transcript import read_noise
 from sottovoce_core.text import called
 from sottovoce_learner.config import LearnerConfig, max_message_bytes
-from sottovoce_learner.following import Following, Report
-from sottovoce_learner.hosting import Host
-from sottovoce_learner.metrics import CATALOGUE, readings
+from sottovoce_learner.following import Following
+from sottovoce_learner.metrics import readings
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import Nearby
-from sottovoce_learner.role import Role, role_of
+from sottovoce_learner.role import Role, Shared
 from sottovoce_learner.servicer import NAME, Face
 from sottovoce_learner.session import Session
-from sottovoce_learner.sharing import plan_hash
-from sottovoce_learner.storage.state_folder import Claim, Files, Identity, claim
-from sottovoce_learner.storage.store import end_run
-from sottovoce_learner.storage.verify import Ledger, stand, under_way
+from sottovoce_learner.storage.ledger import Standing
+from sottovoce_learner.storage.state_folder import Claim, Files, Identity
+from sottovoce_learner.storage.store import Ledger, end_run
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import principals
-from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, tell_if_open
-from sottovoce_rpc.metrics import Reading, Scraped, common, scraped
-from sottovoce_rpc.server import Service, serve_until_stopped, start_server
+from sottovoce_rpc.metrics import Reading
+from sottovoce_rpc.server import Service, start_server
 from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, Stop, TopologyEpoch
 
 log = structlog.get_logger()
@@ -97,7 +95,7 @@ class Learner:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             self._require_one_name()
-            held = claim(folder, self.config.name)
+            held = Claim(folder, self.config.name)
             try:
                 await asyncio.to_thread(self._require_whole)
                 held.renew()
@@ -123,7 +121,7 @@ class Learner:
 
     def _require_whole(self) -> None:
         """Refuse a damaged or copied state folder here: a learner that has joined with it would cost others their run."""
-        stand(Files(self.config.state_folder, self.config.name))
+        Standing.of(Files(self.config.state_folder, self.config.name))
         # what a death has left of a run
         end_run(self.config.state_folder, self.config.name, keep_log=self.config.keep_log)
 
@@ -166,17 +164,17 @@ class Learner:
                 "granted": session.grants.until,
                 "term": 0 if session.life.ended else self._following.term,
                 "attempt": self._attempt,
-                "plan_hash": plan_hash(role.spec, role.n_features),
+                "plan_hash": role.shared.plan_hash,
             }
         return await asyncio.to_thread(self._left_open)
 
     def _left_open(self) -> dict[str, Any]:
         """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
-            found = under_way(Files(self.config.state_folder, self.config.name))
+            standing = Standing.of(Files(self.config.state_folder, self.config.name))
         except DataError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        if found is None:
+        if standing is None or (found := standing.under_way) is None:
             return {}
         line, closed = found
         known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}
@@ -185,7 +183,7 @@ class Learner:
             spec = line.parsed(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known
-        return {**known, "plan_hash": plan_hash(spec, line.n_features)}
+        return {**known, "plan_hash": Shared.of(spec, line.n_features).plan_hash}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -247,11 +245,14 @@ class Learner:
             raise NotReady("this learner is not in a run yet")
         return self._session
 
-    def _report(self) -> Report:
+    def _report(self) -> coordinator_pb2.Event:
         """What its coordinator is told of its run."""
-        session = None if self._refused is not None else self._session
-        waits, noticed = (None, ()) if session is None else (session.waiting, session.hearing.misconduct)
-        return Report(self.status, waits, self._attempt, noticed)
+        report = coordinator_pb2.Report(status=self.status.to_wire(), attempt=self._attempt)
+        if self._refused is None and self._session is not None:
+            if (waits := self._session.waiting) is not None:
+                report.waiting.CopyFrom(waits.to_wire())
+            report.misconduct.extend(self._session.hearing.misconduct)
+        return coordinator_pb2.Event(report=report)
 
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
@@ -304,7 +305,7 @@ class Learner:
         if self._claim is not None:
             self._claim.require_in_place()
         self._attempt, self._stopped = told.attempt, ""
-        role = role_of(run_id, told, self._following.identity, self.config)
+        role = Role.of(run_id, told, self._following.identity, self.config)
         Ledger(self.config.state_folder).require_known(role.name, told.earlier)
         to = accepted(self.config.policy.eavesdroppers)
         mirror = (
@@ -396,46 +397,3 @@ class Learner:
         except OSError as error:
             log.error("the run's log stays", run_id=run_id, reason=error.strerror)
         self._over = ""
-
-
-def measured(learners: Sequence[Learner], refused: Refusals) -> Iterator[Reading]:
-    """What learners of one process tell Prometheus; refused: who asked for it, and may not."""
-    services = (learner.service for learner in learners)
-    refusals = [refused, *(service.refused for service in services if service is not None)]
-    yield from common([learner.config.credentials for learner in learners], refusals)
-    for learner in learners:
-        yield from learner.readings()
-
-
-async def serve(
-    configs: Sequence[LearnerConfig],
-    *,
-    with_stdin: bool = False,
-    metrics: Scraped | None = None,
-    trace_every: int | None = None,
-) -> None:
-    """Run learners in this process until it is told to stop.
-
-    Args:
-        configs: of the learners.
-        with_stdin: stop when standard input ends.
-        metrics: where all of them tell Prometheus how they are; None: nowhere.
-        trace_every: of so many rounds one is traced; None: none is.
-
-    Raises:
-        SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
-    """
-    tracing = None if trace_every is None else Tracing(trace_every)
-    nearby, refused = Nearby(), Refusals()
-    learners = [Learner(config, tracing, nearby) for config in configs]
-    host = Host(learners)
-
-    async def stop(_: str) -> None:
-        await host.stop()
-        if tracing is not None:
-            await tracing.end()
-
-    async with scraped(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
-        addresses = await host.start()
-        await serve_until_stopped(stop, [host.follow(addresses)], with_stdin=with_stdin)
-    host.require_whole()

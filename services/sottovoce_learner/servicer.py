@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import grpc
@@ -15,9 +16,9 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import NearStream
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.verify import Ledger
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc import principals
-from sottovoce_rpc.access import StreamLimit
+from sottovoce_rpc.access import Context, StreamLimit
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.logs import failure
@@ -36,7 +37,6 @@ MAX_FEEDS = 64
 """Streams of records of one caller at a time; those without an identity are one."""
 
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Face:
@@ -56,24 +56,14 @@ class Face:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
-        pb = learner_pb2
+        pb, write = learner_pb2, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
-            "Ingest": grpc.stream_stream_rpc_method_handler(
-                self.ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
-            ),
-            "Intake": grpc.unary_unary_rpc_method_handler(
-                self.intake, pb.IntakeRequest.FromString, pb.IntakeResponse.SerializeToString
-            ),
-            "Predict": grpc.unary_unary_rpc_method_handler(
-                self.predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
-            ),
-            "Ledger": grpc.unary_unary_rpc_method_handler(
-                self.ledger, pb.LedgerRequest.FromString, pb.LedgerResponse.SerializeToString
-            ),
-            "Status": grpc.unary_unary_rpc_method_handler(
-                self.status, pb.StatusRequest.FromString, pb.StatusResponse.SerializeToString
-            ),
+            "Ingest": grpc.stream_stream_rpc_method_handler(self.ingest, pb.SampleBatch.FromString, write),
+            "Intake": grpc.unary_unary_rpc_method_handler(self.intake, pb.IntakeRequest.FromString, write),
+            "Predict": grpc.unary_unary_rpc_method_handler(self.predict, pb.PredictRequest.FromString, write),
+            "Ledger": grpc.unary_unary_rpc_method_handler(self.ledger, pb.LedgerRequest.FromString, write),
+            "Status": grpc.unary_unary_rpc_method_handler(self.status, pb.StatusRequest.FromString, write),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
@@ -207,7 +197,7 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     """
     intake = session.intake
     receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
-    await session.ingest.settled()
+    await session.ingest.receipts.settled()
     return receipt
 
 

@@ -10,24 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, Unavailable
+from sottovoce_core.algorithms.interface import Who
+from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, SpecError, Unavailable
 from sottovoce_core.noise import Noise
-from sottovoce_core.running.policy import Policy
+from sottovoce_core.running.policy import DAYS, Policy
 from sottovoce_core.text import called, in_short
+from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.group_commit import Ingest
-from sottovoce_learner.memory import Kept
-from sottovoce_learner.parts import build_parts
-from sottovoce_learner.progress import Grants, Lifecycle, Room, Waits
-from sottovoce_learner.role import Role
+from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.memory import Allowance, Books, Kept, Memory
+from sottovoce_learner.peers.inbox import Hearing, Inbox
+from sottovoce_learner.peers.outbox import Link, Telling
+from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
+from sottovoce_learner.role import Role, Shared
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.run_log import RunLog, Snapshots, Terms
+from sottovoce_learner.storage.store import Store
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
+from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1.coordinator_pb2 import Grant
 
@@ -75,18 +86,51 @@ class Session:
         keep_log: bool = False,
     ) -> None:
         self.role, self.policy, self._noise, self._private = role, policy, noise, private
-        parts = build_parts(role, state_folder, mirror, policy, own_budget, credentials, keep_log=keep_log)
-        self._log, self._snapshots, self.memory = parts.run_log, parts.snapshots, parts.memory
-        self.telling, self.hearing, self.inbox = parts.telling, parts.hearing, parts.hearing.inbox
-        memory, spec = self.memory, role.spec
-        self.algorithm, self.codec, self.intake, self.plan = memory.algorithm, memory.codec, memory.intake, memory.plan
-        self.links, self._late_s = self.telling.links, spec.clock.hold_s
+        spec, index = role.spec, role.index
+        mirrored = mirror is not None
+        run = policy.admit(spec, role.n_features, index, mirrored=mirrored, build=lambda *given: Shared.of(*given).run)
+        check_size(run.field_shapes)
+        length, most = RoundCodec(run.field_shapes).length, max_message_bytes(policy)
+        if length > most:
+            raise SpecError(
+                f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
+                "its owner allows more with most_parameters in the policy"
+            )
+        start, roster = run.algorithm.start(Who(index)), role.shared.roster
+        attendance = roster.attendance(index, spec.rounds)
+        self.algorithm, self.intake = run.algorithm, Intake.of(spec, role.n_features, attendance)
+        self.plan = Plan(run.network, index, role.shared.digests, spec.names)
+        ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
+        allowance, self._log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
+        books = Books(run.algorithm.accountant(index), role.budget, allowance)
+        self.memory = memory = Memory(run, self.plan, attendance, books, self.intake, start, keep)
+        self.links = {j: Link(keep) for j in sorted(self.plan.neighbours)}
+        self.telling = Telling(role, self.plan, attendance, memory.own, self.links, credentials, mirror, roster)
+        self._recover()
+        self._snapshots = Snapshots(role.name, self._log, memory.names)
+        self.codec, self._late_s = memory.codec, spec.clock.hold_s
+        last = memory.heard_last()
+        self.inbox = Inbox(self.plan.neighbours, self.plan.heard, ahead, memory.done, last=last, names=spec.names)
+        self.hearing = Hearing(role, self.codec, self.inbox, credentials)
         self._changed, self._heard = changed or asyncio.Event(), asyncio.Event()
         self.life = Lifecycle(role, self._changed.set)
         self.grants = Grants(spec.clock, spec.n_learners, self._changed.set)
         self.waits = Waits(spec.clock, self._unheard, spec.names)
-        self.ingest = Ingest(role, self._log, self.intake, self.life, memory.done, self._fed)
-        self._room = Room(role.name, "the round waits", "the journal cannot be written", self._until_room)
+        self.ingest = Ingest(role, self._log, self.intake, self.life, self.grants, self.waits, memory.done)
+        self._room = Room(role.name, "the round waits", "the journal cannot be written")
+
+    def _recover(self) -> None:
+        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again."""
+        memory, reading = self.memory, self._log.reading
+        if reading is not None:
+            try:
+                memory.recover(reading)
+            except BaseException:
+                self._log.close()
+                raise
+            self._log.reading = None
+            self.telling.repeat(memory.frames, memory.said)
+        memory.pass_absence(memory.attendance.end)
 
     @property
     def status(self) -> LearnerStatus:
@@ -160,11 +204,6 @@ class Session:
                 "its state folder was set back, and nothing is said until it is put back"
             )
 
-    def _fed(self) -> None:
-        """Records are there, or wait for room."""
-        self.grants.fill(self.intake.filled)
-        self.waits.wake()
-
     # ---- what it waits for --------------------------------------------------------------------------------
 
     @property
@@ -179,9 +218,6 @@ class Session:
             if self.memory.said
             else [j for j, link in self.telling.met(self.memory.done).items() if not link.attached.is_set()]
         )
-
-    async def _until_room(self, seconds: float) -> None:
-        await self.waits.pause(self.memory.done, Cause.DISK, seconds)
 
     # ---- the rounds ---------------------------------------------------------------------------------------
 
@@ -232,7 +268,7 @@ class Session:
         while self.grants.until <= t:
             await self.waits.wait(t, Cause.GRANT)
         if t >= self.memory.said:  # else it was said before this learner died, and the links have it
-            await self._say(t)
+            await self._send(t)
         while self.intake.filled <= t:
             await self.waits.wait(t, Cause.DISK if self.ingest.lacks_room else Cause.RECORDS)
         await self._hear(t)
@@ -242,28 +278,28 @@ class Session:
         if not self.plan.lockstep or self._late_s is not None:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
 
-    async def _say(self, t: int) -> None:
-        """Form the round's message and hand it to everybody who is told."""
+    async def _send(self, t: int) -> None:
+        """Form the round's message, write it ahead, and hand it to everybody who is told."""
         frame = await self._speak(t)
-        self.telling.say(t, frame, self.plan.part(t).told)
+        self.telling.hand_out(t, frame)
         if self._snapshots.due:
             self._snapshots.begin(self.memory.image())
 
     async def _speak(self, t: int) -> bytes:
-        """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
+        """Draw the noise, once; write the message ahead, which charges it, whoever hears it; only then give it out.
 
         Raises:
             BudgetExhausted: it is too dear.
             LocalProtocolError: it has a number that no neighbour would take; nothing was charged for it, and nothing said.
-            NotReady: the journal cannot be written.
+            NotReady: the log cannot be written.
         """
         memory, noise = self.memory, Kept(self._noise)
         spent = memory.books.price(t)
         state, message = await self._computed(self.algorithm.speak, memory.state, noise)
-        said = memory.formed(t, message, noise)
-        await self._journaled(partial(self._log.say, t, spent, said))
+        said = memory.form_message(t, message, noise)
+        await self._written(partial(self._log.write_ahead, t, spent, said))
         self.ingest.receipts.now()  # the same sync was theirs
-        memory.say(t, state, said.frame, spent)
+        memory.remember(t, state, said.frame, spent)
         return said.frame
 
     async def _hear(self, t: int) -> None:
@@ -304,18 +340,24 @@ class Session:
         memory.learn(state, inputs)
         if memory.done not in memory.attendance:
             # What it heard lasts, so that a learner that dies now is told nothing again.
-            await self._journaled(partial(self._log.close_rounds, memory.done, inputs))
+            await self._written(partial(self._log.close_rounds, memory.done, inputs))
             memory.pass_absence(memory.attendance.end)
             while self.inbox.round < memory.done:
                 self.inbox.take()
 
-    async def _journaled(self, write: Callable[[], None]) -> None:
+    async def _written(self, write: Callable[[], None]) -> None:
         """Write to the log, as soon as there is room.
 
         Raises:
             NotReady: it cannot be written.
         """
-        await self._room.written(self.memory.done, write)
+        with self._room:
+            while True:
+                try:
+                    return write()
+                except OSError as error:
+                    self._room.require_full(error, self.memory.done)
+                await self.waits.pause(self.memory.done, Cause.DISK, ROOM_S)
 
     async def _computed(self, compute: Callable[..., T], *arguments: Any) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
@@ -343,3 +385,19 @@ class Session:
     def _close_log(self) -> None:
         self.ingest.receipts.now()
         self._log.close()
+
+
+def _open_log(
+    role: Role, state_folder: Path, policy: Policy, own_budget: float | None, message_size: int, *, keep_log: bool
+) -> tuple[Allowance, RunLog]:
+    """What the owner allows, with what all other runs have cost, and the log of this one."""
+    spec, store = role.spec, Store(state_folder, role.name, keep_log=keep_log)
+    terms = Terms(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
+    elsewhere = store.standing.spent(but=role.run_id)
+    lately = store.standing.spent_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
+    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
+    try:
+        run_log = store.open_run(line, terms, elsewhere)
+    except OSError as error:
+        raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None
+    return Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, lately, elsewhere), run_log

@@ -43,11 +43,6 @@ STEPS = ("granted", "said", "records", "heard", "learned")
 """Of a round, one after the other; within `said`, and where an absence follows within `learned`: `written`."""
 
 
-def trace_id(run_id: str, t: int) -> int:
-    """The trace of a round: 128 bits that all its learners know."""
-    return int.from_bytes(hashlib.blake2b(f"{run_id}\0{t}".encode(), digest_size=16).digest())
-
-
 class Tracing:
     """Sends spans of the learners of a process, as the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and so on).
 
@@ -75,15 +70,20 @@ class Tracing:
         self._provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("sottovoce")
 
+    @staticmethod
+    def trace_id(run_id: str, t: int) -> int:
+        """The trace of a round: 128 bits that all its learners know."""
+        return int.from_bytes(hashlib.blake2b(f"{run_id}\0{t}".encode(), digest_size=16).digest())
+
     def session(self, *args: Any, **more: Any) -> Session:
         """A session whose rounds are traced."""
-        made = TracedSession(*args, **more)
+        made = _TracedSession(*args, **more)
         made.tracing = self
         return made
 
     def begin(self, learner: str, run_id: str, t: int, since: int) -> Any:
         """A round's span."""
-        self._ids.trace = trace_id(run_id, t)
+        self._ids.trace = self.trace_id(run_id, t)
         facts = {"sottovoce.learner": learner, "sottovoce.run": run_id, "sottovoce.round": t}
         return self._tracer.start_span(ROUND, self._nowhere, attributes=facts, start_time=since)
 
@@ -98,7 +98,7 @@ class Tracing:
         await asyncio.to_thread(sending.join, _END_S)
 
 
-class TracedSession(Session):
+class _TracedSession(Session):
     """A session that tells when each step of its rounds was over."""
 
     tracing: Tracing
@@ -117,14 +117,14 @@ class TracedSession(Session):
             self._span = None
             span.end(time.time_ns())
 
-    async def _say(self, t: int) -> None:
+    async def _send(self, t: int) -> None:
         self._passed("granted")
-        await super()._say(t)
+        await super()._send(t)
         self._passed("said")
 
-    async def _journaled(self, write: Callable[[], None]) -> None:
+    async def _written(self, write: Callable[[], None]) -> None:
         since = time.time_ns()
-        await super()._journaled(write)
+        await super()._written(write)
         if self._span is not None:
             self.tracing.step("written", self._span, since, time.time_ns())
 

@@ -31,8 +31,8 @@ from sottovoce_client.feeding.records import Message, Part
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_core.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look
 from sottovoce_learner.storage.wal import Kind
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -91,7 +91,7 @@ def letters(path: Path) -> list[tuple[str, int, str, Any]]:
 
 def kept_positions(state: Path, name: str, source: str) -> list[int]:
     """Of a source's records, as they stand in a learner's log."""
-    log = look(Files(state, name)).log
+    log = Standing.look(Files(state, name)).log
     assert log is not None
     batches = [SampleBatch.FromString(each.body) for each in log.entries if each.kind is Kind.BATCH]
     return [place for batch in batches if batch.source == source for place in batch.positions]

@@ -147,13 +147,13 @@ async def test_while_too_many_wait_others_do_or_are_refused(
         session = up.learners["ann"]._session
         assert session is not None
         go_on = asyncio.Event()
-        settled = session.ingest.settled
+        settled = session.ingest.receipts.settled
 
         async def held() -> None:
             await go_on.wait()
             await settled()
 
-        session.ingest.settled = held  # type: ignore[method-assign]
+        session.ingest.receipts.settled = held  # type: ignore[method-assign]
         taken = asyncio.ensure_future(post(client, [RECORD] * 3))
         while account.waiting < 3:  # noqa: ASYNC110 - a number is no event
             await asyncio.sleep(0.01)

@@ -30,7 +30,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(more, config=config)
 
     for service in COMMANDS:
-        monkeypatch.setattr(f"sottovoce_{service}.service.serve", serve)
+        monkeypatch.setattr(f"sottovoce_{service}.{'hosting' if service == 'learner' else 'service'}.serve", serve)
     monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda *logs: found.update(logs=logs))
     monkeypatch.setattr("sottovoce_rpc.logs.keep_private", lambda: None)
     return found

@@ -21,7 +21,7 @@ from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce_core.experiment import prepare
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.storage import store, wal
+from sottovoce_learner.storage import run_log, wal
 from sottovoce_learner.storage.recovery import Learned, learners_in
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -32,7 +32,7 @@ from tests.services.network import PATIENCE_S, Network, network
 
 NAMES = ["ann", "ben", "cleo"]
 CLOCK = {"mode": "paced", "period_s": 0.005, "deadline_s": 100.0}
-AFTER = pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["one segment", "many"])
+AFTER = pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["one segment", "many"])
 ROWS = np.random.default_rng(7).uniform(-1.0, 1.0, (90, 2))
 LABELS = np.arange(90.0) % 2
 
@@ -89,7 +89,7 @@ async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("lived")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "SNAPSHOT_AFTER", 4_096)
+        patch.setattr(run_log, "SNAPSHOT_AFTER", 4_096)
         return folder, *asyncio.run(lived(folder))
 
 
@@ -110,7 +110,7 @@ def batches(known: Learned, rounds: int) -> list[Batch]:
 async def test_a_log_says_what_was_learned_in_every_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
     spec = small_spec(
         40, NAMES, topology={"graph": "complete"}, absences=[{"learner": "ben", "first_round": 9, "until_round": 21}]
     )

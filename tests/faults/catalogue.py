@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from sottovoce_core.errors import DataError
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look, stand
 from sottovoce_learner.storage.wal import Reading, read_log
 from tests.faults.link import Link
 from tests.faults.roster import ROSTER
@@ -136,7 +136,7 @@ async def _torn_above(stage: Stage) -> None:
     files, reading = Files(stage.state, name), _log(stage, name)
     for _ in torn(reading, stage):
         await asyncio.sleep(0)  # let others go on
-        stand(files)  # raises, if anything is missing
+        Standing.of(files)  # raises, if anything is missing
     await stage.start(name)
 
 
@@ -149,7 +149,7 @@ async def _torn_below(stage: Stage) -> None:
     for place in torn(reading, stage):
         await asyncio.sleep(0)
         try:
-            stand(files)
+            Standing.of(files)
         except DataError:
             continue
         raise AssertionError(f"a cut at byte {place} of {reading.path} is not noticed")
@@ -176,14 +176,14 @@ def _begin_of_last(reading: Reading, raw: bytes) -> int:
 
 
 def _log(stage: Stage, name: str) -> Reading:
-    found = look(Files(stage.state, name)).log
+    found = Standing.look(Files(stage.state, name)).log
     assert found is not None
     return found
 
 
 def _marked(stage: Stage, name: str) -> Reading:
     """The log up to the last entry that the mark knows."""
-    standing, reading = look(Files(stage.state, name)), _log(stage, name)
+    standing, reading = Standing.look(Files(stage.state, name)), _log(stage, name)
     assert standing.mark is not None
     raw, kept = reading.path.read_bytes(), standing.mark.sequence + 1
     while reading.next > kept:

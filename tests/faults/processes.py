@@ -20,7 +20,7 @@ from sottovoce_client.cli.services import _serve
 from sottovoce_client.entry import main, settle
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.service import serve
+from sottovoce_learner.hosting import serve
 from tests.faults.victim import Point, strike
 
 _LOOK_S = 0.02

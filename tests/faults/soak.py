@@ -20,7 +20,7 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_core.spec import RunSpec
 from sottovoce_learner.config import LearnerConfig
-from sottovoce_learner.storage.verify import Ledger
+from sottovoce_learner.storage.store import Ledger
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.faults.processes import Process, chance, command, free_port, learners
 from tests.faults.promises import price

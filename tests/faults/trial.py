@@ -19,7 +19,7 @@ from sottovoce_core.running.run import build_run
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_learner.storage.verify import Ledger
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role

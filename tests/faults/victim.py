@@ -21,7 +21,7 @@ from sottovoce_core.errors import Unavailable
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.store import Store as Ledgers
 from sottovoce_learner.storage.wal import Kind
 
@@ -95,7 +95,7 @@ def _dies(owner: type, method: str, *, after: bool, when: Callable[..., bool] = 
 
 def _told_one(nth: int) -> None:
     """Death when the message is written to one neighbour, and nothing to the others."""
-    true, calls = Session._say, 0
+    true, calls = Session._send, 0
 
     async def say(self: Session, t: int) -> None:
         nonlocal calls
@@ -105,12 +105,12 @@ def _told_one(nth: int) -> None:
             return
         frame = await self._speak(t)
         first = min(self.plan.part(t).told)
-        self.links[first].say(t, frame)
+        self.links[first].queue(t, frame)
         await self.links[first].flushed()
         await asyncio.sleep(_TRANSPORT_S)
         _die()
 
-    Session._say = say  # type: ignore[method-assign]
+    Session._send = say  # type: ignore[method-assign]
 
 
 def _tells_one(method: str) -> Callable[[int], None]:
@@ -257,9 +257,9 @@ def _written_grant(store: Store, run_id: str, until: int, *more: Any) -> bool:
 
 
 POINTS: dict[str, Callable[[int], None]] = {
-    "drawn": _dies(RunLog, "say", after=False),
+    "drawn": _dies(RunLog, "write_ahead", after=False),
     "journaled": _dies(RunLog, "_append", after=True, when=_a_round),
-    "marked": _dies(RunLog, "say", after=True),
+    "marked": _dies(RunLog, "write_ahead", after=True),
     "told one": _told_one,
     "heard": _dies(Session, "hear", after=True),
     "learned": _dies(Session, "_learn", after=True),

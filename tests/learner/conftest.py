@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)

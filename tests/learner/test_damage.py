@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sottovoce_core.errors import DataError
-from sottovoce_learner.storage import state_folder, verify, wal
-from sottovoce_learner.storage.ledger import SLOT, LedgerLine
-from sottovoce_learner.storage.state_folder import Files, claim, content
-from sottovoce_learner.storage.store import RunLog, Store, Terms
-from sottovoce_learner.storage.verify import Ledger, repair, stand, under_way
+from sottovoce_learner.storage import ledger, state_folder, wal
+from sottovoce_learner.storage.ledger import LedgerLine, Standing
+from sottovoce_learner.storage.run_log import SLOT, RunLog, Terms
+from sottovoce_learner.storage.state_folder import Claim, Files, content
+from sottovoce_learner.storage.store import Ledger, Store
 from sottovoce_learner.storage.wal import PAGE, Durability, Said
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
@@ -33,13 +33,13 @@ def open_run(
 ) -> RunLog:
     terms = Terms(durability, SIZE, window, 9, 5.0)
     store = Store(folder, name)
-    return store.open_run(line(run_id, name), terms, store.spent(but=run_id))
+    return store.open_run(line(run_id, name), terms, store.standing.spent(but=run_id))
 
 
 def say(log: RunLog, rounds: range) -> None:
     for t in rounds:
         heard = (bytes([t]) * SIZE,) if t else ()
-        log.say(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
+        log.write_ahead(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
         log.keep(t, b"records")
         log.settle()  # as before a receipt
 
@@ -72,7 +72,7 @@ def files(folder: Path) -> list[Path]:
 
 def holds(folder: Path) -> list[object]:
     """What rests on a folder: the entries, up to the last that something visible rests on, and the figures."""
-    standing = stand(Files(folder, NAME))
+    standing = Standing.of(Files(folder, NAME))
     assert standing is not None and standing.log is not None
     return [standing.log.entries, [(run.run_id, run.said, run.spent) for run in standing.runs()]]
 
@@ -104,7 +104,8 @@ def changed(path: Path, raw: bytes) -> Iterator[None]:
 
 
 def told(folder: Path) -> tuple[str, int, bool]:
-    found = under_way(Files(folder, NAME))
+    standing = Standing.of(Files(folder, NAME))
+    found = None if standing is None else standing.under_way
     assert found is not None
     return found[0].run_id, found[0].said, found[1]
 
@@ -188,7 +189,7 @@ def lived_with_snapshots(folder: Path) -> float:
     log = open_run(folder, "run-a")
     for t in range(ROUNDS):
         say(log, range(t, t + 1))
-        log.covered(log.turn()(bytes([t]) * 100))
+        log.covered(log.write_snapshot(log.turn(), bytes([t]) * 100))
     say(log, range(ROUNDS, ROUNDS + 1))
     log.close()
     return PRICE * (ROUNDS + 1)
@@ -198,22 +199,22 @@ def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: py
     log = open_run(tmp_path, "run-a")
     say(log, range(ROUNDS))
 
-    def first_it_goes_on(path: Path) -> bytes:
+    def first_it_goes_on(path: Path, *_: int) -> bytes:
         monkeypatch.setattr("sottovoce_learner.storage.wal.content", content)
-        log.covered(log.turn()(bytes(100)))
+        log.covered(log.write_snapshot(log.turn(), bytes(100)))
         assert not path.exists()
         say(log, range(ROUNDS, ROUNDS + 1))
         return content(path)
 
     monkeypatch.setattr("sottovoce_learner.storage.wal.content", first_it_goes_on)
-    standing = stand(Files(tmp_path, NAME))
+    standing = Standing.of(Files(tmp_path, NAME))
     assert standing is not None and standing.log is not None and standing.log.snapshot is not None
     assert [run.said for run in standing.runs()] == [ROUNDS + 1]
 
 
 def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:
     spent = lived_with_snapshots(tmp_path)
-    standing = stand(Files(tmp_path, NAME))
+    standing = Standing.of(Files(tmp_path, NAME))
     assert standing is not None and standing.log is not None
     snapshot = standing.log.snapshot
     assert snapshot is not None and standing.log.first == snapshot.covers + 1
@@ -251,7 +252,7 @@ def test_what_is_lost_beside_a_snapshot_is_charged(tmp_path: Path, lost: str) ->
     spent = lived_with_snapshots(tmp_path)
     (path,) = (tmp_path / "run-a@ann").glob(f"*.{lost}")
     path.unlink()
-    repaired = repair(tmp_path, NAME)
+    repaired = Ledger(tmp_path).repair(NAME)
     assert repaired.charged >= spent and Ledger(tmp_path).spent(NAME) == repaired.in_all >= spent
 
 
@@ -259,10 +260,10 @@ def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> 
     """An older snapshot with its log, beside a newer mark; and an older one beside a newer log."""
     log = open_run(tmp_path, "run-a")
     say(log, range(1))
-    log.covered(log.turn()(b"older"))
+    log.covered(log.write_snapshot(log.turn(), b"older"))
     before = {path: path.read_bytes() for path in files(tmp_path / "run-a@ann")}
     say(log, range(1, 2))
-    log.covered(log.turn()(b"newer"))
+    log.covered(log.write_snapshot(log.turn(), b"newer"))
     log.close()
     now = files(tmp_path / "run-a@ann")
     for kept in ([], now):
@@ -385,7 +386,7 @@ def test_nothing_is_said_in_a_segment_that_is_gone(tmp_path: Path, monkeypatch: 
 def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     """Between runs, too: on another folder in its place a learner would begin another ledger."""
     lived(folder := tmp_path / "state")
-    with claim(folder, NAME) as held:
+    with Claim(folder, NAME) as held:
         held.renew()
         say(open_run(folder, "run-c"), range(2))
         held.require_in_place()
@@ -397,7 +398,7 @@ def test_a_claim_holds_the_files_that_it_was_made_on(tmp_path: Path, harm: Calla
 @pytest.mark.parametrize("file", ["ann.runs", "ann.mark", "ann.lock"])
 @pytest.mark.parametrize("harm", ["deleted", "replaced"])
 def test_a_claim_holds_each_file(folder: Path, file: str, harm: str) -> None:
-    with claim(folder, NAME) as held:
+    with Claim(folder, NAME) as held:
         held.renew()
         FILE_LOST[harm](folder / file)
         with pytest.raises(DataError, match=file):
@@ -420,7 +421,7 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
     old = path.read_bytes()
     with monkeypatch.context() as died:
         died.setattr(RunLog, "settle", lambda self: None)
-        log.say(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
+        log.write_ahead(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
     log.close()
     mark = tmp_path / "ann.mark"
     new, marked = path.read_bytes(), mark.read_bytes()
@@ -439,14 +440,14 @@ def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeyp
 
 
 def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
     with pytest.raises(DataError, match="before this machine was started again"):
         open_run(folder, "run-b")
 
 
 def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(open_run(tmp_path, "run-a", durability="power"), range(2))
-    monkeypatch.setattr(verify, "host", lambda: b"another".ljust(16))
+    monkeypatch.setattr(ledger, "host", lambda: b"another".ljust(16))
     assert open_run(tmp_path, "run-a", durability="power").spent == 2 * PRICE
 
 
@@ -481,5 +482,5 @@ def test_power_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monke
     for durability, expected in cases:
         say(log := open_run(tmp_path, f"run-{durability}", durability=durability), range(1))
         calls.clear()
-        log.say(1, 2 * PRICE, Said(bytes(SIZE)))
+        log.write_ahead(1, 2 * PRICE, Said(bytes(SIZE)))
         assert calls == expected

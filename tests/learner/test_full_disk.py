@@ -15,8 +15,9 @@ import pytest
 from sottovoce_core.errors import DataError
 from sottovoce_learner.storage import wal
 from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_learner.storage.store import RunLog, Store, Terms, end_run
+from sottovoce_learner.storage.run_log import RunLog, Terms
+from sottovoce_learner.storage.state_folder import DiskFull, Files
+from sottovoce_learner.storage.store import Store, end_run
 from sottovoce_learner.storage.wal import About, Kind, Log, read_log
 
 ABOUT = About("00" * 16, "ann", "run-1", "power")
@@ -49,12 +50,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
+def new_log(folder: Path) -> Log:
+    files = Files(folder, ABOUT.learner)
+    files.log(ABOUT.run_id).mkdir()
+    return Log(files, ABOUT)
+
+
 def append(log: Log, k: int) -> None:
     log.append(Kind.ROUND, k, 0.5 * k, 1.0 * k, bytes([k]) * 3_000)
 
 
 def bodies(folder: Path) -> list[bytes]:
-    return [entry.body for entry in read_log(folder).entries]
+    return [entry.body for entry in read_log(Files(folder, ABOUT.learner).log(ABOUT.run_id)).entries]
 
 
 @pytest.mark.parametrize("segment", [wal.SEGMENT, 20_000], ids=["in a segment", "at its end"])
@@ -65,7 +72,7 @@ def test_an_entry_is_tried_again_until_there_is_room(
     """Whatever was refused leaves no trace: neither in the file nor in the chain."""
     monkeypatch.setattr(wal, "AHEAD", 4_096)
     monkeypatch.setattr(wal, "SEGMENT", segment)
-    log = Log(tmp_path, ABOUT)
+    log = new_log(tmp_path)
     for k in range(20):
         if k % 3 == 2:
             disk.fails = full
@@ -78,18 +85,18 @@ def test_an_entry_is_tried_again_until_there_is_room(
         log.sync()
     log.close()
     assert bodies(tmp_path) == [bytes([k]) * 3_000 for k in range(20)]
-    assert len(list(tmp_path.glob("*.log"))) == (1 if segment == wal.SEGMENT == 64 * 2**20 else 4)
+    assert len(list(tmp_path.rglob("*.log"))) == (1 if segment == wal.SEGMENT == 64 * 2**20 else 4)
 
 
 def test_a_disk_without_room_for_a_segment_leaves_none(tmp_path: Path, disk: Disk) -> None:
     disk.free = 1_000
     with pytest.raises(DiskFull, match="No space left on device"):
-        Log(tmp_path, ABOUT)
-    assert list(tmp_path.iterdir()) == []
+        new_log(tmp_path)
+    assert list(tmp_path.rglob("*.log")) == []
 
 
 def test_a_disk_that_fails_is_not_full(tmp_path: Path, disk: Disk) -> None:
-    log = Log(tmp_path, ABOUT)
+    log = new_log(tmp_path)
     disk.fails = errno.EIO
     with pytest.raises(OSError) as failure:  # noqa: PT011 - which one, is asked below
         append(log, 0)
@@ -100,7 +107,7 @@ def test_a_disk_that_fails_is_not_full(tmp_path: Path, disk: Disk) -> None:
 
 def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it could not write may be gone, though the next sync says that all is well."""
-    log = Log(tmp_path, ABOUT)
+    log = new_log(tmp_path)
     append(log, 0)
 
     def full(file: int) -> Any:

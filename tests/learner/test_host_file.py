@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -86,9 +86,9 @@ def test_names_alone_are_learners_of_which_all_is_the_same(tmp_path: Path) -> No
         ("state: there", "field learners is required"),
         ("learners: {a: {polcy: x}}", "unknown field learners.a.polcy; of a learner, or of all, there are coordinator,"),
         ("name: a\nlearners: [a]", "unknown field name"),
-        ("learners: {a: 3}", "what is said of a must be fields with their values, or nothing, got 3"),
-        ("learners: [a/b]", "a name is part of file names"),
-        ("learners: [3]", "a name is part of file names"),
+        ("learners: {a: 3}", "learners.a: must be a mapping of fields, got 3"),
+        ("learners: [a/b]", "learner a/b: a learner's name is part of file names"),
+        ("learners: [3]", "must be text, got 3"),
         ("learners: [a]\nbudget: much", "budget: must be a number"),
         ("learners: [a]\nbudget: -1", "learner a: a learner's budget must be a positive, finite number, got -1"),
         ("learners: {a: , b: {policy: /none/there.yaml}}", "learner b: cannot read the policy /none/there.yaml"),
@@ -159,7 +159,7 @@ async def test_several_learners_are_announced_before_they_start(tmp_path: Path) 
             """Nothing to end."""
 
     with capture_logs() as said:
-        await Host([Starting(name, said) for name in ("north", "south")]).start()
+        await Host(cast(Any, [Starting(name, said) for name in ("north", "south")])).start()
 
 
 class WithFolder:
@@ -187,7 +187,7 @@ class WithFolder:
 
 async def test_a_damaged_state_folder_costs_its_own_learner_alone(tmp_path: Path) -> None:
     learners = [WithFolder(name, tmp_path, damaged=name == "south") for name in ("north", "south", "east")]
-    host = Host(learners)
+    host = Host(cast(Any, learners))
     with capture_logs() as said:
         addresses = await host.start()
         with pytest.raises(Unavailable, match="the coordinator is gone"):
@@ -200,4 +200,4 @@ async def test_a_damaged_state_folder_costs_its_own_learner_alone(tmp_path: Path
 
 async def test_learners_that_all_have_damaged_state_folders_do_not_start(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="this state folder is a copy"):
-        await Host([WithFolder(name, tmp_path, damaged=True) for name in ("north", "south")]).start()
+        await Host(cast(Any, [WithFolder(name, tmp_path, damaged=True) for name in ("north", "south")])).start()

@@ -24,9 +24,9 @@ from sottovoce_learner.memory import Allowance, Books
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.state_folder import claim
-from sottovoce_learner.storage.store import Store, Terms
-from sottovoce_learner.storage.verify import Ledger, repair
+from sottovoce_learner.storage.run_log import Terms
+from sottovoce_learner.storage.state_folder import Claim
+from sottovoce_learner.storage.store import Ledger, Store
 from tests.examples import ALLOWING
 
 
@@ -128,7 +128,7 @@ def charged_run(folder: Path, document: dict[str, Any]) -> None:
     """A ledger of `north` with one run, of this spec, and a charge of 1.5."""
     line = LedgerLine("north", "run-a", 0, 3, json.dumps(document))
     Store(folder, "north").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
-    repair(folder, "north", 1.5)
+    Ledger(folder).repair("north", 1.5)
 
 
 def test_a_run_of_more_rounds_than_a_guarantee_is_computed_for_is_listed(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_an_infinite_price_is_above_every_owners_budget() -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from sottovoce_learner.storage.state_folder import claim
-held = claim(Path(sys.argv[1]), "ann")
+from sottovoce_learner.storage.state_folder import Claim
+held = Claim(Path(sys.argv[1]), "ann")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -188,8 +188,8 @@ def test_two_processes_are_never_one_learner(tmp_path: Path) -> None:
     with other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(NotReady, match="another process is learner 'ann'"):
-            claim(tmp_path, "ann")
-        claim(tmp_path, "ben").close()
+            Claim(tmp_path, "ann")
+        Claim(tmp_path, "ben").close()
         other.kill()
         other.wait()
-        claim(tmp_path, "ann").close()
+        Claim(tmp_path, "ann").close()

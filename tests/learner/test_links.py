@@ -54,15 +54,15 @@ async def test_rounds_are_written_in_order() -> None:
     link, stream = Link(), Stream()
     link.attach(stream, 0)
     for t in range(5):
-        link.say(t, frame(t))
+        link.queue(t, frame(t))
         await link.flushed()
     assert stream.written == [frame(t) for t in range(5)]
 
 
 async def test_what_was_said_before_the_stream_came_is_written_then() -> None:
     link, stream = Link(), Stream()
-    link.say(0, frame(0))
-    link.say(1, frame(1))
+    link.queue(0, frame(0))
+    link.queue(1, frame(1))
     assert not link.attached.is_set()
     link.attach(stream, 0)
     await link.flushed()
@@ -74,9 +74,9 @@ async def test_what_was_said_before_the_stream_came_is_written_then() -> None:
 async def test_a_slow_stream_gets_one_write_at_a_time() -> None:
     link, stream = Link(), Stream(hold=True)
     link.attach(stream, 0)
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await settled()
-    link.say(1, frame(1))
+    link.queue(1, frame(1))
     await settled()
     assert stream.written == []
     stream.release()
@@ -91,14 +91,14 @@ async def test_a_new_stream_goes_on_where_the_neighbour_stands_with_the_same_byt
     link, first, second = Link(), Stream(), Stream()
     link.attach(first, 0)
     for t in range(5):
-        link.say(t, frame(t))
+        link.queue(t, frame(t))
     await link.flushed()
     link.detach(first)
     link.attach(second, heard)
     await link.flushed()
 
     assert second.written == [frame(t) for t in again]
-    link.say(5, frame(5))
+    link.queue(5, frame(5))
     await link.flushed()
     assert second.written == [frame(t) for t in [*again, 5]]
 
@@ -109,10 +109,10 @@ async def test_a_link_says_as_much_again_as_a_neighbour_may_lack(heard: int) -> 
     link, first, second = Link(5), Stream(), Stream()
     link.attach(first, 0)
     for t in range(0, 14, 2):
-        link.say(t, frame(t))
+        link.queue(t, frame(t))
         await link.flushed()
     link.detach(first)
-    link.say(14, frame(14))
+    link.queue(14, frame(14))
     link.attach(second, heard)
     await link.flushed()
 
@@ -132,11 +132,11 @@ BREAKS = [
 async def test_a_broken_write_detaches_and_nothing_is_lost(error: BaseException) -> None:
     link, stream = Link(), Stream(broken=error)
     link.attach(stream, 0)
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await link.flushed()
     assert not link.attached.is_set()
 
-    link.say(1, frame(1))  # nobody there: no write, no error
+    link.queue(1, frame(1))  # nobody there: no write, no error
     again = Stream()
     link.attach(again, 0)
     await link.flushed()
@@ -148,7 +148,7 @@ async def test_a_stream_that_comes_while_a_write_hangs_is_served_when_that_write
     """The neighbour waits for our message, so nothing more will be said that could wake the link up."""
     link, old, new = Link(), Stream(hold=True), Stream()
     link.attach(old, 0)
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await settled()
     link.attach(new, 0)
     await settled()
@@ -163,7 +163,7 @@ async def test_a_stream_that_comes_while_a_write_hangs_is_served_when_that_write
 async def test_flushed_waits_for_a_stream_that_took_over() -> None:
     link, old, new = Link(), Stream(hold=True), Stream()
     link.attach(old, 0)
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await settled()
     link.attach(new, 0)
     flushed = asyncio.ensure_future(link.flushed())
@@ -180,7 +180,7 @@ async def test_the_end_of_an_old_stream_does_not_detach_the_new_one() -> None:
     link.attach(new, 0)
     link.detach(old)
     assert link.attached.is_set()
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await link.flushed()
     assert (old.written, new.written) == ([], [frame(0)])
 
@@ -198,7 +198,7 @@ def test_whatever_breaks_the_neighbour_hears_every_round_once_in_order(rounds: l
         stream = Stream()
         link.attach(stream, 0)
         for t, (breaks, lost) in enumerate(rounds):
-            link.say(t, frame(t))
+            link.queue(t, frame(t))
             if breaks:
                 await link.flushed()
                 arrived = stream.written[: max(0, len(stream.written) - min(lost, 1))]
@@ -220,8 +220,8 @@ async def test_a_stream_that_has_ended_is_quiet_before_its_call_ends() -> None:
     link, stream = Link(), Stream(hold=True)
     await link.quiet()  # nothing was ever written
     link.attach(stream, 0)
-    link.say(0, frame(0))
-    link.say(1, frame(1))
+    link.queue(0, frame(0))
+    link.queue(1, frame(1))
     await settled()
     link.detach(stream)
     ending = asyncio.ensure_future(link.quiet())
@@ -236,7 +236,7 @@ async def test_a_write_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(outbox, "_QUIET_S", 0.01)
     link, stream = Link(), Stream(hold=True)
     link.attach(stream, 0)
-    link.say(0, frame(0))
+    link.queue(0, frame(0))
     await settled()
     link.detach(stream)
     await asyncio.wait_for(link.quiet(), 100.0)

@@ -13,7 +13,7 @@ from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.network.roster import Attendance
-from sottovoce_learner.ingest.queue import Live, intake_for
+from sottovoce_learner.ingest.queue import Intake, Live
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
@@ -58,7 +58,7 @@ def test_a_patient_round_waits_for_a_record_and_another_for_nothing() -> None:
 def test_the_spec_says_which_it_is() -> None:
     for clock, waits in (({}, True), ({"mode": "paced", "period_s": 1.0}, False), ({"mode": "data"}, True)):
         spec = small_spec(5, data={"source": "live", "features": 2, "batch_size": 4}, clock=clock)
-        held = intake_for(spec, 3)
+        held = Intake.of(spec, 3)
         assert isinstance(held, Live)
         assert held.filled == (0 if waits else 1)
 

@@ -19,7 +19,7 @@ from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import group_commit
-from sottovoce_learner.ingest.group_commit import Receipts
+from sottovoce_learner.ingest.group_commit import _Receipts
 from sottovoce_learner.role import Role
 from sottovoce_learner.servicer import Face
 from sottovoce_learner.session import Session
@@ -38,12 +38,13 @@ class Disk:
     def __init__(self, streams: int, *, error: Exception | None = None) -> None:
         self.events: list[str] = []
         self._error = error
-        self.receipts = Receipts(self._settle)
+        self.settled = False
+        self.receipts = _Receipts(cast(Any, self))
         self.open = [ExitStack() for _ in range(streams)]
         for each in self.open:
             each.enter_context(self.receipts.stream())
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         self.events.append("sync")
         if self._error is not None:
             raise self._error
@@ -201,7 +202,7 @@ async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) ->
     fed._log.keep(0, b"records")
     await fed.close()
     with pytest.raises(NotReady, match="records cannot be kept: the log is closed"):
-        await fed.ingest.settled()
+        await fed.ingest.receipts.settled()
 
 
 async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
@@ -217,7 +218,7 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", fails)
         with pytest.raises(NotReady, match="records cannot be kept: Input/output error"):
-            await fed.ingest.settled()
+            await fed.ingest.receipts.settled()
     with pytest.raises(NotReady, match="records cannot be kept: an earlier sync failed"):
-        await fed.ingest.settled()
+        await fed.ingest.receipts.settled()
     await fed.close()

@@ -13,8 +13,9 @@ from rich.console import Console
 from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
 from sottovoce_core.errors import DataError, NotReady, SpecError
 from sottovoce_learner.storage import wal
-from sottovoce_learner.storage.state_folder import Files, claim
-from sottovoce_learner.storage.verify import Ledger, look, moved, repair, verify
+from sottovoce_learner.storage.ledger import Standing
+from sottovoce_learner.storage.state_folder import Claim, Files
+from sottovoce_learner.storage.store import Ledger
 from tests.learner.test_damage import NAME, PRICE, lived, open_run, say
 from tests.learner.test_recovery import ROUNDS, Crew, spec_of
 
@@ -53,17 +54,17 @@ def test_what_may_have_been_spent_is_charged_for_ever(
     harm(folder)
     with pytest.raises(DataError, match=f"at most {most:.6g} in all"):
         open_run(folder, "run-b")
-    done = repair(folder, NAME)
+    done = Ledger(folder).repair(NAME)
     assert (done.in_all, Ledger(folder).spent(NAME)) == (most, most)
     assert done.aside is not None and any(done.aside.iterdir())
-    assert repair(folder, NAME).aside is None and Ledger(folder).spent(NAME) == most
+    assert Ledger(folder).repair(NAME).aside is None and Ledger(folder).spent(NAME) == most
     say(open_run(folder, "run-c"), range(1))
     assert Ledger(folder).spent(NAME) == most + PRICE
 
 
 def test_the_run_is_over_where_it_is_still_known(folder: Path) -> None:
     cut(folder / LOG)
-    repair(folder, NAME)
+    Ledger(folder).repair(NAME)
     with pytest.raises(NotReady, match="which is closed for it"):
         open_run(folder, "run-b")
 
@@ -74,12 +75,12 @@ def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
     files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.mark")}
     for k in range(wal.PAGE, len(raw.rstrip(b"\0")), 16):
         (folder / LOG).write_bytes(raw[:k])
-        assert repair(folder, NAME).in_all == 2 * PRICE + RESERVED
+        assert Ledger(folder).repair(NAME).in_all == 2 * PRICE + RESERVED
         for path, content in files.items():
             path.write_bytes(content)
         (folder / "run-b@ann").mkdir(exist_ok=True)
         (folder / LOG).write_bytes(raw)
-        moved(folder, NAME)
+        Ledger(folder).moved(NAME)
     shutil.rmtree(folder / "damaged")
 
 
@@ -87,13 +88,13 @@ def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
     for path in (folder / "ann.runs", folder / "ann.mark"):
         path.unlink()
     with pytest.raises(DataError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
-        repair(folder, NAME)
-    assert repair(folder, NAME, 7.0).in_all == 7.0 == Ledger(folder).spent(NAME)
+        Ledger(folder).repair(NAME)
+    assert Ledger(folder).repair(NAME, 7.0).in_all == 7.0 == Ledger(folder).spent(NAME)
 
 
 def test_a_folder_that_is_lost_is_charged_what_is_given(tmp_path: Path) -> None:
     """Of a learner of whom nothing is left."""
-    assert repair(tmp_path, NAME, 7.0).in_all == 7.0 == Ledger(tmp_path).spent(NAME)
+    assert Ledger(tmp_path).repair(NAME, 7.0).in_all == 7.0 == Ledger(tmp_path).spent(NAME)
     say(open_run(tmp_path, "run-c"), range(1))
     assert Ledger(tmp_path).spent(NAME) == 7.0 + PRICE
 
@@ -131,12 +132,12 @@ def test_a_backup_is_charged_what_was_spent_since_beside_what_it_knows(
     folder: Path, charge: float, in_all: float
 ) -> None:
     """The run that was open in it is charged as it stands there, or all that was reserved, if that is more."""
-    assert repair(folder, NAME, charge).in_all == Ledger(folder).spent(NAME) == in_all
+    assert Ledger(folder).repair(NAME, charge).in_all == Ledger(folder).spent(NAME) == in_all
 
 
 def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:
-    with claim(folder, NAME), pytest.raises(NotReady, match="another process is learner 'ann'"):
-        repair(folder, NAME)
+    with Claim(folder, NAME), pytest.raises(NotReady, match="another process is learner 'ann'"):
+        Ledger(folder).repair(NAME)
 
 
 def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -152,9 +153,9 @@ def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: py
     assert open_run(copy, "run-b").spent == 3 * PRICE
     cut(copy / LOG)
     with pytest.raises(DataError, match="ledger --repair"):
-        moved(copy, NAME)
+        Ledger(copy).moved(NAME)
     with pytest.raises(DataError, match="there is no ledger of 'bo'"):
-        moved(copy, "bo")
+        Ledger(copy).moved("bo")
 
 
 async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
     out, folder = io.StringIO(), tmp_path / "0"
     verify_ledger(folder, None, Console(file=out, width=160))
     assert "learner-0: 1 run," in out.getvalue() and "nothing is lost" in out.getvalue()
-    (line,) = verify(folder, "learner-0", imports=False)
+    (line,) = Ledger(folder).verify("learner-0", imports=False)
     assert line.spent == crew.learners[0].status.epsilon_spent
 
 
@@ -174,7 +175,7 @@ async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
     crew = Crew(tmp_path, spec_of(), keyed=False)
     await crew.live(range(3))
     with pytest.raises(DataError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):
-        verify(tmp_path / "0", "learner-0", imports=False)
+        Ledger(tmp_path / "0").verify("learner-0", imports=False)
 
 
 def test_repair_says_what_it_did(folder: Path) -> None:
@@ -186,4 +187,4 @@ def test_repair_says_what_it_did(folder: Path) -> None:
     first, second = out.getvalue().splitlines()
     assert first == "nothing is lost: ε 1.25 in all, as before"
     assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
-    assert "is cut or damaged at entry" in look(Files(folder, NAME)).lines[-1].facts["why"]
+    assert "is cut or damaged at entry" in Standing.look(Files(folder, NAME)).lines[-1].facts["why"]

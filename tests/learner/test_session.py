@@ -86,7 +86,7 @@ async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path)
     one = session(tmp_path)
     one.plan.announce(0, {1: 0.5}, [1])
     before = one.status
-    await one._say(0)
+    await one._send(0)
     assert (before.rounds_said, before.rounds_done, before.state) == (0, 0, LearnerState.CONNECTING)
     assert (one.status.rounds_said, one.status.rounds_done, one.status.messages_sent) == (1, 0, 1)
 

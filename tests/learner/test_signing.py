@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce_core.errors import EquivocationError, RemoteProtocolError
-from sottovoce_learner.peers.outbox import Link
-from sottovoce_learner.peers.signing import Own, Unsigned
+from sottovoce_learner.peers.inbox import _Unsigned
+from sottovoce_learner.peers.outbox import Link, Own
+from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.signatures import BLOCK, Statement, digest
 from tests.learner.test_links import Stream
 
@@ -18,14 +19,14 @@ def frame(t: int, what: str = "") -> bytes:
 
 
 def said(rounds: range, what: str = "") -> Own:
-    own = Own(keep=2 * BLOCK)
+    own = Own(2 * BLOCK)
     for t in rounds:
         own.said(t, digest(frame(t, what)), [2, 5])
     return own
 
 
-def heard(rounds: range) -> Unsigned:
-    unsigned = Unsigned()
+def heard(rounds: range) -> _Unsigned:
+    unsigned = _Unsigned()
     for t in rounds:
         unsigned.require_signed(1, t)
         unsigned.heard(1, t, digest(frame(t)))
@@ -41,18 +42,18 @@ def test_a_block_is_signed_whole_or_as_far_as_it_was_said() -> None:
 
 
 def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back() -> None:
-    own, again = said(range(10 * BLOCK)), Own(keep=2 * BLOCK)
-    again.restore(own.vouched)
-    assert own.blocks == again.blocks == [6, 7, 8, 9]
+    own = said(range(10 * BLOCK))
+    again = unpack(pack(own.copy(), {}), {})
+    assert sorted(own.digests) == [6, 7, 8, 9]
     assert again.statement("run", 1, 9) == own.statement("run", 1, 9)
-    assert again.vouched == own.vouched and again.told(9) == [2, 5]
+    assert again == own and again.told(9) == [2, 5]
 
 
 def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_old() -> None:
-    own = Own(keep=1)
+    own = Own(1)
     for t in range(10 * BLOCK):
         own.said(t, digest(frame(t)), [2] if t != 3 else [2, 7])
-    assert own.blocks == [0, 8, 9] and own.told(0) == [7] and own.told(9) == [2]
+    assert sorted(own.digests) == [0, 8, 9] and own.told(0) == [7] and own.told(9) == [2]
     assert own.statement("run", 1, 0)[3] == digest(frame(3))
 
 
@@ -103,7 +104,7 @@ async def test_on_a_new_stream_signatures_stand_where_they_did(rounds: int, lack
     link.attach(first, 0)
     for t in range(0, rounds):
         if t % told == 0:
-            link.say(t, frame(t))
+            link.queue(t, frame(t))
             due.append((t, frame(t)))
         if t % BLOCK == BLOCK - 1 and any(each // BLOCK == t // BLOCK for each, _ in due):
             link.sign(t, lambda t=t: b"signature %d" % t)  # type: ignore[misc]

@@ -5,22 +5,33 @@ from __future__ import annotations
 import pytest
 
 from sottovoce_core.spec import ClockSpec
-from sottovoce_learner.progress import Wait, in_words, waiting
+from sottovoce_learner.progress import Wait, Waits, _in_words
 from sottovoce_rpc.learner_status import Cause, Waiting
 from sottovoce_wire.v1 import coordinator_pb2
 
 
-def test_who_is_woken_and_lacks_the_same_has_waited_all_the_time() -> None:
-    first = waiting(None, 3, Cause.NEIGHBOUR, 10.0, alone=False)
-    assert waiting(first, 3, Cause.NEIGHBOUR, 20.0, alone=False) == first == Wait(3, Cause.NEIGHBOUR, False, 10.0)
+def begun(t: int, cause: Cause, *, alone: bool = False) -> Waits:
+    """A learner that waits for a neighbour in round 3, and then for this."""
+    waits = Waits(ClockSpec(), list, [])
+    waits.begin(3, Cause.NEIGHBOUR)
+    waits.coordinated(away=alone)
+    waits.begin(t, cause)
+    return waits
+
+
+def test_who_is_woken_and_lacks_the_same_has_waited_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", iter((10.0, 20.0)).__next__)
+    assert begun(3, Cause.NEIGHBOUR).newest == Wait(3, Cause.NEIGHBOUR, False, 10.0)
 
 
 @pytest.mark.parametrize(
     ("t", "cause", "alone"), [(4, Cause.NEIGHBOUR, False), (3, Cause.RECORDS, False), (3, Cause.NEIGHBOUR, True)]
 )
-def test_another_round_or_cause_is_another_wait(t: int, cause: Cause, alone: bool) -> None:
-    first = waiting(None, 3, Cause.NEIGHBOUR, 10.0, alone=False)
-    assert waiting(first, t, cause, 20.0, alone=alone).since == 20.0
+def test_another_round_or_cause_is_another_wait(
+    monkeypatch: pytest.MonkeyPatch, t: int, cause: Cause, alone: bool
+) -> None:
+    monkeypatch.setattr("time.monotonic", iter((10.0, 20.0)).__next__)
+    assert begun(t, cause, alone=alone).newest == Wait(t, cause, alone, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,6 @@ def test_no_wait_and_one_that_is_unknown_here_are_none() -> None:
 
 def test_who_is_waited_for_is_named() -> None:
     names = [f"ward-{i}" for i in range(20)]
-    assert in_words(Waiting(7, Cause.GRANT), names) == "a grant of the coordinator in round 7"
-    assert in_words(Waiting(7, Cause.NEIGHBOUR, (3, 0)), names) == "a neighbour (ward-3, ward-0) in round 7"
-    assert in_words(Waiting(7, Cause.NEIGHBOUR, tuple(range(20))), names).endswith(", ward-9 and 10 more) in round 7")
+    assert _in_words(Waiting(7, Cause.GRANT), names) == "a grant of the coordinator in round 7"
+    assert _in_words(Waiting(7, Cause.NEIGHBOUR, (3, 0)), names) == "a neighbour (ward-3, ward-0) in round 7"
+    assert _in_words(Waiting(7, Cause.NEIGHBOUR, tuple(range(20))), names).endswith(", ward-9 and 10 more) in round 7")

@@ -37,7 +37,7 @@ def reach(shape: Shape, learner: int) -> Reach:
 def _link(link: Callable[[int], Link], shape: Shape, learner: int, kept: Kept) -> Link:
     new = link(reach(shape, learner).keep)
     for t, message in kept:
-        new.say(t, message)
+        new.queue(t, message)
     return new
 
 
@@ -45,7 +45,7 @@ def _link(link: Callable[[int], Link], shape: Shape, learner: int, kept: Kept) -
 def kept(link: Callable[[int], Link], shape: Shape, learner: int, before: Kept, t: int, message: bytes) -> Kept:
     """What a link keeps once a message was said."""
     after = _link(link, shape, learner, before)
-    after.say(t, message)
+    after.queue(t, message)
     return tuple(after._frames)
 
 

@@ -14,12 +14,11 @@ from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.memory import Books, Memory
 from sottovoce_learner.peers.outbox import Link
-from sottovoce_learner.storage import ledger, state_folder, verify
-from sottovoce_learner.storage.ledger import LedgerLine, Mark, MarkFile
-from sottovoce_learner.storage.recovery import replay
+from sottovoce_learner.storage import ledger, state_folder
+from sottovoce_learner.storage.ledger import LedgerLine
+from sottovoce_learner.storage.run_log import Mark, MarkFile, RunLog, Terms
 from sottovoce_learner.storage.state_folder import Held, hashed, host
-from sottovoce_learner.storage.store import RunLog, Terms
-from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, encode_entry, read_entries
+from sottovoce_learner.storage.wal import START, About, Entry, Kind, Log, Reading, Said, read_entries
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
 from tests.model.runs import (
@@ -64,7 +63,7 @@ class Folder(NamedTuple):
 @cache
 def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger.Line, ...]:
     """The ledger of a learner that has opened the run, by these specs one after the other."""
-    raw, chain = ledger.encode_line(ledger.first_line(_name(shape, learner), f"{learner:032x}"), bytes(16))
+    raw = ledger.Line.first(_name(shape, learner), f"{learner:032x}")
     for each in absences:
         line = _line(shape.amended(each), learner)
         opened = {
@@ -74,9 +73,8 @@ def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledge
             "n_features": FEATURES,
             "spec": line.spec,
         }
-        more, chain = ledger.encode_line(opened, chain)
-        raw += more
-    return tuple(ledger.read_lines(raw))
+        raw += ledger.Line.encode(opened, ledger.Line.all_in(raw)[-1].chain)
+    return ledger.Line.all_in(raw)
 
 
 def _name(shape: Shape, learner: int) -> str:
@@ -89,24 +87,23 @@ def _line(shape: Shape, learner: int) -> LedgerLine:
 
 @cache
 def read(shape: Shape, learner: int, log: bytes) -> Reading:
-    """A log as `log.read_log` reads it, without the segments' first pages."""
-    placed = read_entries(log)
-    entries, chains = tuple(each.entry for each in placed), tuple(each.chain for each in placed)
+    """A log as `wal.read_log` reads it, without the segments' first pages."""
+    entries = tuple(read_entries(log))
     about = About(f"{learner:032x}", _name(shape, learner), RUN, "process")
-    return Reading(about, 0, START, entries, chains, Path("0.log"), len(log))
+    return Reading(about, 0, START, entries, Path("0.log"), len(log))
 
 
-def _standing(shape: Shape, learner: int, folder: Folder) -> verify.Standing:
+def _standing(shape: Shape, learner: int, folder: Folder) -> ledger.Standing:
     files = state_folder.Files(Path("nowhere"), _name(shape, learner))
     lines = _lines(shape, learner, folder.absences)
-    return verify.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
+    return ledger.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
 
 
 @cache
 def stands(shape: Shape, learner: int, folder: Folder) -> bool:
     """Does all fit together? False: something was lost, and nothing is said from this folder."""
     try:
-        verify._required(_standing(shape, learner, folder))
+        _standing(shape, learner, folder).required()
     except DataError:
         return False
     return True
@@ -117,7 +114,7 @@ def charged(shape: Shape, learner: int, folder: Folder) -> float:
     """Epsilon of the run, by its log; by what a repair would charge, where that is damaged."""
     if stands(shape, learner, folder):
         return read(shape, learner, folder.log).spent
-    most = verify.most_spent(_standing(shape, learner, folder))
+    most = _standing(shape, learner, folder).most_spent
     return 0.0 if most is None else most
 
 
@@ -136,7 +133,7 @@ def rounds_said(shape: Shape, learner: int, log: bytes) -> int:
 
 @cache
 def closed_by(shape: Shape, learner: int, log: bytes) -> bool:
-    """Was all that was said learned, too, by a log (`verify.under_way`)?"""
+    """Was all that was said learned, too, by a log (`Standing.under_way`)?"""
     reading = read(shape, learner, log)
     return 0 < reading.said == reading.done
 
@@ -161,7 +158,7 @@ class _MemoryLog(Log):
         self.raw, self.sequence, self.chain, self._written = raw, len(placed), placed[-1].chain, written
 
     def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes) -> int:
-        raw, self.chain = encode_entry(Entry(kind, self.sequence, t, spent, in_all, body), self.chain)
+        raw, self.chain = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
         self.raw += raw
         self.sequence += 1
         self._written(_WRITTEN[kind])
@@ -226,7 +223,7 @@ def _written(kind: Callable[..., RunLog], shape: Shape, folder: Folder, what: Ca
 def said(kind: Callable[..., RunLog], shape: Shape, learner: int, folder: Folder, t: int, what: Said) -> Writes:
     """A round is written down, and charged."""
     after = prices(folder.shape(shape), learner)[t + 1]
-    return _written(kind, shape, folder, lambda log: log.say(t, after, what))
+    return _written(kind, shape, folder, lambda log: log.write_ahead(t, after, what))
 
 
 @cache
@@ -291,7 +288,7 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
     absences = (shape.absences,)
     lines, spec = _lines(shape, learner, absences), run_of(shape).spec
-    opening, chain = encode_entry(Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()), bytes(16))
+    opening, chain = Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()).encode(bytes(16))
     mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hashed(RUN), chain=chain)
     folder = Folder(0, opening, mark, absences)
     for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
@@ -319,7 +316,7 @@ def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absence
         lines=len(lines),
         lines_chain=lines[-1].chain,
         sequence=log.next - 1,
-        chain=log.chains[-1],
+        chain=log.entries[-1].chain,
         spent=log.entries[-1].spent,
     )
     return Writes((*names, "opened"), (*folders, folder._replace(mark=mark)))
@@ -343,7 +340,7 @@ class Recovered:
 
 @cache
 def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
-    """A learner that is started again (`parts._recover`); None: its log does not fit the spec."""
+    """A learner that is started again (`Session._recover`); None: its log does not fit the spec."""
     run, there = run_of(shape), attendance(shape, learner)
     new = link(reach(shape, learner).keep)
     memory = Memory(
@@ -357,10 +354,10 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
     )
     try:
         for entry in read(shape, learner, log).entries:
-            replay(memory, entry)
+            memory.replay(entry)
     except DataError:
         return None
     memory.pass_absence(there.end)
     for t, message in memory.frames:
-        new.say(t, message)
+        new.queue(t, message)
     return Recovered(memory.said, memory.done, tuple(new._frames), memory.inputs.heard)

@@ -212,7 +212,7 @@ class Learners(Streams):
                 yield from self._learns(state, f, session, "held", what)
 
     def _says(self, state: State, f: int, session: Session) -> Iterator[Step]:
-        """`Session._say`: nothing is awaited from the draw to the links, so only a death comes in between."""
+        """`Session._send`: nothing is awaited from the draw to the links, so only a death comes in between."""
         what = f"says round {session.done}"
         message = self._drawn(state, f, session)
         stages = [*self._stages(state, f, session, message)]
@@ -225,7 +225,7 @@ class Learners(Streams):
         for stage in self.SAYS:
             if stage == "drawn":
                 yield "drawn", state
-            elif stage == "written":  # `RunLog.say`, write by write
+            elif stage == "written":  # `RunLog.write_ahead`, write by write
                 said = Said(message, session.inputs.heard, session.inputs.upto, session.inputs.records)
                 writes = folders.said(self.run_log, self.shape, i, state.folders[f], t, said)
                 before = state
@@ -254,7 +254,7 @@ class Learners(Streams):
         return tuple(runs.about(self.shape, message)[1] for message in session.inputs.heard)
 
     def _sent(self, state: State, f: int, session: Session, message: bytes) -> State:
-        """`Link.say` for every neighbour that is told: on its way wherever a stream is attached."""
+        """`Link.queue` for every neighbour that is told: on its way wherever a stream is attached."""
         t, i, shape = session.done, self.shape.owner(f), self._own(state, f)
         kept = channels.kept(self.link, shape, i, session.kept, t, message)
         after = self._live(state, f, session._replace(said=t + 1, kept=kept))

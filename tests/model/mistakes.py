@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.store import Claim, Membership
-from sottovoce_learner.ingest.queue import New, Planned
+from sottovoce_learner.ingest.queue import Planned, _New
 from sottovoce_learner.peers.outbox import Link, _Stream
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
@@ -36,8 +36,8 @@ class DrawsAgain(World):
 
 
 class _ChargesLater(RunLog):
-    def say(self, t: int, spent: float, said: Said) -> None:
-        super().say(t, self.spent, said)
+    def write_ahead(self, t: int, spent: float, said: Said) -> None:
+        super().write_ahead(t, self.spent, said)
 
 
 class ChargesLater(World):
@@ -82,7 +82,7 @@ class ReceiptFirst(World):
 
 
 class _TakesAgain(Planned):
-    def prepare(self, batch: learner_pb2.SampleBatch) -> New | None:
+    def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
         self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
         return super().prepare(batch)
 

@@ -10,7 +10,7 @@ from sottovoce_learner.ingest.queue import Planned
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import store
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from tests.model import machine
 from tests.model.folders import Amended, Folder
 from tests.model.runs import Shape

@@ -21,8 +21,8 @@ import yaml
 from sottovoce_client.watching.view import Gauges
 from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
+from sottovoce_learner.hosting import measured
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
-from sottovoce_learner.service import measured
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.metrics import COMMON, Exposition, Scraped, scraped
 from tests.examples import made_up, small_spec

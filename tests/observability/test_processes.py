@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sottovoce_client.running.operate import run_on
-from sottovoce_learner.tracing import trace_id
+from sottovoce_learner.tracing import Tracing
 from tests.examples import ALLOWING_FILE, made_up, small_spec
 from tests.services.network import OPERATOR, PATIENCE_S
 from tests.services.scrapes import asked, series
@@ -80,4 +80,4 @@ async def test_a_run_of_processes_in_numbers_and_traces(tmp_path: Path, monkeypa
     traces = defaultdict[bytes, set[Any]](set)
     for span, _ in rounds(found):
         traces[span.trace_id].add(facts(span)["sottovoce.learner"])
-    assert traces == {trace_id(outcome.run_id, t).to_bytes(16, "big"): set(names) for t in range(0, ROUNDS, 2)}
+    assert traces == {Tracing.trace_id(outcome.run_id, t).to_bytes(16, "big"): set(names) for t in range(0, ROUNDS, 2)}

@@ -27,8 +27,8 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.progress import Wait
 from sottovoce_learner.service import Learner
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
@@ -291,7 +291,7 @@ def given_up_soon(patch: pytest.MonkeyPatch, *causes: Cause) -> None:
 
 def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:
     """What a learner's log has of the rounds of its last run, the closing entry included."""
-    reading = look(Files(state, name)).log
+    reading = Standing.look(Files(state, name)).log
     assert reading is not None
     kinds = (Kind.ROUND, Kind.CLOSE)
     return [(entry.round, Said.decode(entry.body)) for entry in reading.entries if entry.kind in kinds]
@@ -314,6 +314,6 @@ async def until_charged(files: Files) -> None:
     """Wait until the ledger says what the last run has cost."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if look(files).opened is None:
+            if Standing.look(files).opened is None:
                 return
             await asyncio.sleep(0.01)

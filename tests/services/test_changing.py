@@ -161,14 +161,14 @@ async def test_a_neighbour_a_window_ahead_still_has_what_a_learner_lacks_that_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ben dies before he says a round: his log lacks the round before, which he has reported and heard ann in."""
-    spec, silent, say = spec_of(RING, clock={"window": 2, "deadline_s": 100.0}), asyncio.Event(), Session._say
+    spec, silent, say = spec_of(RING, clock={"window": 2, "deadline_s": 100.0}), asyncio.Event(), Session._send
 
     async def not_yet(self: Session, t: int) -> None:
         if (self.role.index, t) == (1, 10):
             await silent.wait()
         await say(self, t)
 
-    monkeypatch.setattr(Session, "_say", not_yet)
+    monkeypatch.setattr(Session, "_send", not_yet)
     data = made_up(spec)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data))

@@ -16,7 +16,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import state_folder
 from sottovoce_learner.storage.state_folder import Files, Identity
-from sottovoce_learner.storage.verify import Ledger, moved, repair
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -70,7 +70,7 @@ async def test_a_learner_with_another_state_folder_is_refused_until_an_operator_
         await up.join("ann")
         forgotten = await up.run(spec, made_up(spec))
         await up.leave("ann")
-        repair(tmp_path / "new" / "journals", "ann", 1.5)
+        Ledger(tmp_path / "new" / "journals").repair("ann", 1.5)
         await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
     assert (forgotten.state, forgotten.statuses[0].rounds_said) == ("failed", 0)
@@ -121,7 +121,7 @@ async def test_a_damaged_folder_is_refused_before_it_joins_and_costs_nobody_a_ru
             await follows(up, "ann", state)
         shutil.copytree(aside, state, dirs_exist_ok=True)  # files that are still there keep their place
         if "mark" in text:
-            moved(state, "ann")
+            Ledger(state).moved("ann")
         await up.join("ann")
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -151,7 +151,7 @@ async def test_a_copy_is_refused_before_it_joins_and_goes_on_where_its_owner_say
         way_out = f"`sottovoce ledger --moved --state {copy} --learner ann`"
         with pytest.raises(DataError, match=f"this state folder is a copy.* {re.escape(way_out)}"):
             await follows(up, "ann", copy)
-        moved(copy, "ann")
+        Ledger(copy).moved("ann")
         up.folder = tmp_path / "moved"
         await up.join("ann")
         outcome = await running
@@ -181,14 +181,14 @@ async def test_a_folder_of_before_the_run_is_refused_before_it_joins(tmp_path: P
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         if (state / "ann.mark").exists():
-            moved(state, "ann")
+            Ledger(state).moved("ann")
         with pytest.raises(
             NotReady, match=r"has no log of the run that this learner is in, and \d+ rounds were said in it"
         ):
             await follows(up, "ann", state)
         shutil.rmtree(state / next(state.glob("*@ann"), Path("none")).name, ignore_errors=True)
         shutil.copytree(tmp_path / "aside", state, dirs_exist_ok=True)
-        moved(state, "ann")
+        Ledger(state).moved("ann")
         await up.join("ann")
         outcome = await running
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -244,7 +244,7 @@ async def test_a_ledger_that_was_set_back_between_runs_is_known_by_the_coordinat
         await up.join("ann")
         forgotten = await up.run(spec, made_up(spec))
         await up.leave("ann")
-        repair(state, "ann", second.statuses[0].epsilon_spent)
+        Ledger(state).repair("ann", second.statuses[0].epsilon_spent)
         await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
         await up.leave("ann")

@@ -27,8 +27,8 @@ from sottovoce_core.running.placement import unplaced
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look
 from sottovoce_learner.storage.wal import Kind
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -366,7 +366,7 @@ async def test_live_records_are_learned_once_by_a_learner_that_is_killed_while_t
             taken = [each async for each in until_learned(learner)]
             assert taken[-1].records == wanted
     await asyncio.gather(running, return_exceptions=True)  # all were killed
-    log = look(Files(state, "ben")).log
+    log = Standing.look(Files(state, "ben")).log
     assert log is not None
     kept = [SampleBatch.FromString(entry.body).positions for entry in log.entries if entry.kind is Kind.BATCH]
     assert [place for places in kept for place in places] == list(range(wanted))

@@ -21,7 +21,7 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage import store
+from sottovoce_learner.storage import run_log
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import given_up_soon, network
@@ -122,12 +122,12 @@ async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) ->
         np.testing.assert_allclose(said.fields[name], simulated.fields[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["by its log", "by snapshots"])
+@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["by its log", "by snapshots"])
 async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
-    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
     spec = spec_of(
         {"mode": "paced", "period_s": 0.01, "late": "hold", "late_s": 0.02, "window": 60, "deadline_s": 100.0}, 120
     )
@@ -158,13 +158,13 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message may be as old as a learner may be ahead, and no older; then it is waited for, up to the deadline."""
-    spec, say, cut = spec_of(ASYNC, 2_000), Link.say, list[Link]()
+    spec, say, cut = spec_of(ASYNC, 2_000), Link.queue, list[Link]()
 
     def silent(self: Link, t: int, frame: bytes) -> None:
         if self not in cut:
             say(self, t, frame)
 
-    monkeypatch.setattr(Link, "say", silent)
+    monkeypatch.setattr(Link, "queue", silent)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 10)

@@ -22,8 +22,8 @@ from sottovoce_coordinator.store import KeptRun
 from sottovoce_core.data import LearnerData, PlacedData
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.service import CATALOGUE as EAVESDROPPER
+from sottovoce_learner.hosting import measured
 from sottovoce_learner.metrics import CATALOGUE as LEARNER
-from sottovoce_learner.service import measured
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.metrics import Scraped, scraped

@@ -141,12 +141,12 @@ async def ended(
     run_id = (await up.start(spec, 3)).run_id
     await up.until("ben", LearnerState.RUNNING)
     link = up.learners["ben"].in_run().links[0]
-    usual = link.say
+    usual = link.queue
 
     def say(t: int, payload: bytes) -> None:
         usual(t, wrong(t, 1) if t == 3 else payload)
 
-    monkeypatch.setattr(link, "say", say)
+    monkeypatch.setattr(link, "queue", say)
     await up.feed(run_id, spec, made_up(spec))
     return await up.end(run_id)
 

@@ -91,13 +91,13 @@ def misbehaving(
         for j in to:
             link = session.links[j]
 
-            def say(at: int, payload: bytes, link: Link = link, usual: Any = link.say) -> None:
+            def say(at: int, payload: bytes, link: Link = link, usual: Any = link.queue) -> None:
                 if at == t:
                     wrong(link, usual, at, payload)
                 else:
                     usual(at, payload)
 
-            monkeypatch.setattr(link, "say", say)
+            monkeypatch.setattr(link, "queue", say)
 
     monkeypatch.setattr(Session, "__init__", make)
 
@@ -239,7 +239,7 @@ async def test_one_voice_is_not_enough(tmp_path: Path, monkeypatch: pytest.Monke
 
 def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t: int) -> None:
     """A learner says of others that they misbehave, which they do not."""
-    say = Session._say
+    say = Session._send
 
     async def lies(self: Session, at: int) -> None:
         await say(self, at)
@@ -248,7 +248,7 @@ def accusing(monkeypatch: pytest.MonkeyPatch, who: str, whom: Collection[int], t
                 self.hearing.notice(j, Rule.NUMBERS, KnownBy.CERTIFICATE, ended=self.life.ended)
                 self.report()
 
-    monkeypatch.setattr(Session, "_say", lies)
+    monkeypatch.setattr(Session, "_send", lies)
 
 
 async def test_who_accuses_falsely_moves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers import connection
-from sottovoce_learner.peers.in_process import Nearby, NearStream, Turns
+from sottovoce_learner.peers.in_process import Nearby, NearStream, _Turns
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -64,13 +64,13 @@ async def ran(up: Network, spec: RunSpec) -> Outcome:
 
 async def test_what_is_said_is_as_over_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, said = Opened(monkeypatch), list[bytes]()
-    say = Memory.say
+    say = Memory.remember
 
     def saying(memory: Memory, t: int, state: Any, frame: bytes, spent: float) -> None:
         say(memory, t, state, frame, spent)
         said.append(frame)
 
-    monkeypatch.setattr(Memory, "say", saying)
+    monkeypatch.setattr(Memory, "remember", saying)
     found = list[list[bytes]]()
     for folder, nearby in ((tmp_path / "apart", None), (tmp_path / "together", Nearby())):
         async with together(folder, nearby) as up:
@@ -120,7 +120,7 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
 
 
 async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
-    ours, theirs = NearStream.pair(Turns())
+    ours, theirs = NearStream.pair(_Turns())
     await ours.write(b"one")
     await ours.write(b"two")
     theirs.end()
@@ -132,7 +132,7 @@ async def test_a_stream_is_read_to_its_end_and_written_no_further() -> None:
 
 async def test_one_reader_a_turn_is_told_that_something_has_come() -> None:
     """Else whoever asks a learner of a large host waits until all others have taken their rounds."""
-    turns, told = Turns(), list[int]()
+    turns, told = _Turns(), list[int]()
     pairs = [NearStream.pair(turns) for _ in range(20)]
 
     async def reading(k: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.storage import ledger
+from sottovoce_learner.storage.ledger import Standing
 from sottovoce_learner.storage.state_folder import Files
-from sottovoce_learner.storage.verify import look
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
@@ -108,7 +108,7 @@ async def test_a_run_outside_the_policy_fails_with_the_clause_and_its_learner_li
         await restarted(up, "ann", policy)
         outcome = await up.run(spec, made_up(spec))
         status = await up.status("ann")
-        charged = look(Files(tmp_path / "journals", "ann")).lines
+        charged = Standing.look(Files(tmp_path / "journals", "ann")).lines
         await restarted(up, "ann", ALLOWING)
         again = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "failed" and outcome.detail.startswith(
@@ -282,9 +282,13 @@ async def test_the_smaller_of_budget_and_policy_holds(tmp_path: Path) -> None:
 # ---- what is a month -------------------------------------------------------------------------------------------------
 
 
-def ago(days: float) -> Callable[[Any], Any]:
-    moment = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
-    return lambda facts: {**facts, "at": moment}
+def ago(days: float) -> type[datetime]:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Earlier:
+            return super().now(tz) - timedelta(days=days)
+
+    return Earlier
 
 
 async def test_what_was_spent_before_the_last_30_days_does_not_count(
@@ -296,7 +300,7 @@ async def test_what_was_spent_before_the_last_30_days_does_not_count(
         for days in (30.1, 29.9, 0.0):
             await restarted(up, "ann", policy)
             with monkeypatch.context() as earlier:
-                earlier.setattr(ledger, "dated", ago(days))
+                earlier.setattr(ledger, "datetime", ago(days))
                 outcomes.append(await up.run(spec, made_up(spec)))
                 await until_charged(files)
     old, new, last = outcomes

@@ -15,7 +15,7 @@ from sottovoce_coordinator.service import Coordinator
 from sottovoce_core.errors import SpecError
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import Said
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -36,14 +36,14 @@ class Disk:
     broken = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        say = RunLog.say
+        say = RunLog.write_ahead
 
         def written(own: RunLog, t: int, spent: float, said: Said) -> None:
             if self.broken and t >= FAILS_IN:
                 raise OSError(5, "Input/output error")
             say(own, t, spent, said)
 
-        monkeypatch.setattr(RunLog, "say", written)
+        monkeypatch.setattr(RunLog, "write_ahead", written)
 
 
 @pytest.fixture

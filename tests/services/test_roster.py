@@ -35,8 +35,8 @@ from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_learner.storage import store
-from sottovoce_learner.storage.verify import Ledger
+from sottovoce_learner.storage import run_log
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
@@ -222,7 +222,7 @@ LOSABLE = {
 }
 
 
-@pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["by logs", "by snapshots"])
+@pytest.mark.parametrize("after", [run_log.SNAPSHOT_AFTER, 0], ids=["by logs", "by snapshots"])
 @pytest.mark.parametrize(
     ("name", "t"), [("ldp-dol", 1), ("ldp-dol", 10), ("ldp-dol", 57), *((name, 20) for name in ALSO)]
 )
@@ -230,7 +230,7 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, t: int, after: int
 ) -> None:
     """What its neighbours have not learned of it is left out, and the spec says so: the simulator says the same."""
-    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", after)
     spec = LOSABLE[name]
     if t == 10:  # by the deadline of the spec
         spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"deadline_s": 2.0})})

@@ -34,10 +34,10 @@ from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import Learner
-from sottovoce_learner.storage import store
+from sottovoce_learner.storage import run_log
+from sottovoce_learner.storage.run_log import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
 from sottovoce_learner.storage.state_folder import DiskFull
-from sottovoce_learner.storage.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
-from sottovoce_learner.storage.verify import Ledger, verify
+from sottovoce_learner.storage.store import Ledger
 from sottovoce_learner.storage.wal import Kind, Said
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import Cause, LearnerState
@@ -287,7 +287,7 @@ async def test_the_logs_of_a_run_go_with_it(tmp_path: Path) -> None:
             while list(journals.glob("*@*")):  # noqa: ASYNC110 - a folder is no event
                 await asyncio.sleep(0.01)
         assert {name: Ledger(journals).spent(name) for name in NAMES} == spent
-        assert [verify(journals, name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
+        assert [Ledger(journals).verify(name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
         late = await up.start(small_spec(100_000, NAMES, clock={"deadline_s": 1.0}), 3)
         await up.end(late.run_id)
     assert outcome.state == "finished" and min(spent.values()) > 0
@@ -533,7 +533,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal that cannot be written stops the learner, and what it could not write was never said."""
-    say = RunLog.say
+    say = RunLog.write_ahead
     failing: list[bytes] = []
 
     def full(log: RunLog, t: int, spent: float, said: Said) -> None:
@@ -542,7 +542,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
             raise OSError(5, "Input/output error", "/secret/path")
         say(log, t, spent, said)
 
-    monkeypatch.setattr(RunLog, "say", full)
+    monkeypatch.setattr(RunLog, "write_ahead", full)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -768,8 +768,8 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
-    monkeypatch.setattr(store, "SNAPSHOT_AFTER", grown)
-    monkeypatch.setattr(store, "SNAPSHOT_ROUNDS", rounds)
+    monkeypatch.setattr(run_log, "SNAPSHOT_AFTER", grown)
+    monkeypatch.setattr(run_log, "SNAPSHOT_ROUNDS", rounds)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)

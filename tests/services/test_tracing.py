@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from sottovoce_core.errors import SpecError
-from sottovoce_learner.tracing import STEPS, Tracing, trace_id
+from sottovoce_learner.tracing import STEPS, Tracing
 from tests.examples import made_up, small_spec
 from tests.services.network import Network, network
 
@@ -103,7 +103,7 @@ async def test_a_round_is_one_trace_with_spans_of_all_learners(tmp_path: Path, m
         assert said.start_time_unix_nano <= written.start_time_unix_nano
         assert written.end_time_unix_nano <= said.end_time_unix_nano
     assert seen == {
-        trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES} for t in range(ROUNDS)
+        Tracing.trace_id(run_id, t).to_bytes(16, "big"): {(name, run_id, t) for name in NAMES} for t in range(ROUNDS)
     }
     names = {
         each.value.string_value
@@ -133,8 +133,8 @@ async def test_a_collector_that_is_away_holds_nobody_up(tmp_path: Path, monkeypa
 
 
 def test_runs_and_rounds_have_traces_of_their_own() -> None:
-    assert len({trace_id(run, t) for run in ("a", "b", "a1") for t in range(100)}) == 300
-    assert trace_id("a", 11) != trace_id("a1", 1)
+    assert len({Tracing.trace_id(run, t) for run in ("a", "b", "a1") for t in range(100)}) == 300
+    assert Tracing.trace_id("a", 11) != Tracing.trace_id("a1", 1)
 
 
 def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

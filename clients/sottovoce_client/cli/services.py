@@ -164,7 +164,7 @@ def learner(
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.host_file import hosted, named
-    from sottovoce_learner.service import serve
+    from sottovoce_learner.hosting import serve
     from sottovoce_rpc.metrics import Scraped
 
     options = {
@@ -180,8 +180,8 @@ def learner(
         "noise_seed": noise_seed,
         "identity": common().identity,
         "insecure": common().insecure,
-        "owner": owner or (),
-        "feeder": feeder or (),
+        "owner": tuple(owner or ()),
+        "feeder": tuple(feeder or ()),
         "policy": policy,
         "keep_log": keep_log,
     }

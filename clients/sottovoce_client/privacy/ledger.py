@@ -13,7 +13,7 @@ from sottovoce_client.wording import NOTHING, count, number, plural
 from sottovoce_core.errors import SpecError
 from sottovoce_core.text import plain
 from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.verify import Ledger, moved, repair, verify
+from sottovoce_learner.storage.store import Ledger
 
 _HEADS = ("learner", "run", "algorithm", "threat model", "accounting", "messages", "ε")
 _NUMBERS = ("messages", "ε")
@@ -123,7 +123,7 @@ def verify_ledger(
     names = ledger.learners() if learner is None else [learner]
     found = []
     for name in names:
-        runs = verify(folder, name, imports=allow_imports)
+        runs = Ledger(folder).verify(name, imports=allow_imports)
         spent = number(math.fsum(run.spent for run in runs))
         out.print(
             f"{name}: {plural(len(runs), 'run')}, ε {spent} in all: nothing is lost", markup=False, highlight=False
@@ -149,7 +149,7 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
     ledger = _ledger_in(folder)
     if charge is None:
         _require(ledger, learner)
-    done, out = repair(folder, learner, charge), console or terminal.console()
+    done, out = ledger.repair(learner, charge), console or terminal.console()
     if done.aside is None:
         text = f"nothing is lost: ε {number(done.in_all)} in all, as before"
     else:
@@ -175,7 +175,7 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     """
     ledger = _ledger_in(folder)
     _require(ledger, learner)
-    moved(folder, learner)
+    Ledger(folder).moved(learner)
     runs = ledger.lines(learner)
     spent = math.fsum(run.spent for run in runs)
     text = (

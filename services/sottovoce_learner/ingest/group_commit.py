@@ -6,15 +6,14 @@ A feeder waits where there are enough records, or no room on the disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from sottovoce_core.errors import NotReady
 from sottovoce_learner.ingest.queue import Intake
-from sottovoce_learner.progress import Lifecycle, Room
+from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role
-from sottovoce_learner.storage.store import RunLog
+from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_wire.v1 import learner_pb2
 
 COMPANY_S = 0.01
@@ -31,18 +30,18 @@ class Ingest:
         run_log: where they are written down.
         intake: takes them in.
         life: of the session.
+        grants, waits: of its rounds, which may need these records.
         t: the round that it begins with.
-        changed: told when records are there, or wait for room.
     """
 
     def __init__(
-        self, role: Role, run_log: RunLog, intake: Intake, life: Lifecycle, t: int, changed: Callable[[], None]
+        self, role: Role, run_log: RunLog, intake: Intake, life: Lifecycle, grants: Grants, waits: Waits, t: int
     ) -> None:
         self._live, self._log, self._intake, self._life, self._round = role.spec.data.live, run_log, intake, life, t
-        self._changed = changed
-        self._room = Room(role.name, "records wait", "records cannot be kept", self._pause)
+        self._grants, self._waits = grants, waits
+        self._room = Room(role.name, "records wait", "records cannot be kept")
         self._hungry = asyncio.Event()  # there may be room: a feeder that waits looks again
-        self.receipts = Receipts(self._settle)
+        self.receipts = _Receipts(run_log)
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
         """Records from the owner; waits while the learner has more than enough, and once it takes no more.
@@ -61,19 +60,21 @@ class Ingest:
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             raise await self._life.replaced()
         try:
-            await self._room.written(self._round, partial(self._take, batch))
+            with self._room:
+                # What is new is written down and held in one step: it may be another after a pause.
+                while (new := self._intake.prepare(batch)) is not None:
+                    try:
+                        self._log.keep(new.first, batch.SerializeToString(deterministic=True))
+                    except OSError as error:
+                        self._room.require_full(error, self._round)
+                    else:
+                        self._intake.add(new)
+                        break
+                    self._waits.wake()
+                    await asyncio.sleep(ROOM_S)
         finally:
-            self._changed()
-
-    def _take(self, batch: learner_pb2.SampleBatch) -> None:
-        """Write records down, then hold them for their rounds: in one step, for what is new may be another after a pause."""
-        if (new := self._intake.prepare(batch)) is not None:
-            self._log.keep(new.first, batch.SerializeToString(deterministic=True))
-            self._intake.add(new)
-
-    async def _pause(self, seconds: float) -> None:
-        self._changed()
-        await asyncio.sleep(seconds)
+            self._grants.fill(self._intake.filled)
+            self._waits.wake()
 
     @property
     def lacks_room(self) -> bool:
@@ -91,33 +92,18 @@ class Ingest:
         if self._life.ended or not self.enough:
             self._hungry.set()
 
-    async def settled(self) -> None:
-        """Wait until all records that were taken in by now last; then receipts may go out.
 
-        Raises:
-            NotReady: they cannot be kept.
-        """
-        if not self._log.settled:
-            await self.receipts.settled()
-
-    def _settle(self) -> None:
-        try:
-            self._log.settle()
-        except OSError as error:
-            raise NotReady(f"records cannot be kept: {error.strerror}") from None
-
-
-class Receipts:
+class _Receipts:
     """Lets what several streams have written down last, all at once.
 
     A stream waits until all others do, but at most `COMPANY_S`; so one that is alone waits for nobody.
 
     Args:
-        settle: makes last what was written down before it is called.
+        run_log: where it was written down.
     """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, run_log: RunLog) -> None:
+        self._log = run_log
         self._streams = self._waiting = 0
         self._settled: asyncio.Future[None] | None = None
 
@@ -131,7 +117,13 @@ class Receipts:
             self._streams -= 1
 
     async def settled(self) -> None:
-        """Wait until what was written down by now lasts; whatever `settle` raises is raised to all who wait."""
+        """Wait until what was written down by now lasts; then receipts may go out.
+
+        Raises:
+            NotReady: it cannot be kept; or whatever else making it last raises, to all who wait.
+        """
+        if self._log.settled:
+            return
         if self._settled is None:
             loop = asyncio.get_running_loop()
             self._settled, self._waiting = loop.create_future(), 0
@@ -148,7 +140,9 @@ class Receipts:
         if settled is None:
             return
         try:
-            self._settle()
+            self._log.settle()
+        except OSError as error:
+            settled.set_exception(NotReady(f"records cannot be kept: {error.strerror}"))
         except Exception as error:  # noqa: BLE001 -- whoever waits is told, whatever it is
             settled.set_exception(error)
         else:

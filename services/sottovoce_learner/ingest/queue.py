@@ -66,7 +66,7 @@ class Taken:
         return cls(due, filled, count, (Batch(*rows),) if rows else (), rounds, sizes, last, records)
 
 
-class New(NamedTuple):
+class _New(NamedTuple):
     """The records of a batch that were not taken in before.
 
     Attributes:
@@ -83,21 +83,6 @@ class New(NamedTuple):
     counts: list[int]
     features: FloatArray
     labels: FloatArray
-
-
-def intake_for(spec: RunSpec, n_features: int, attendance: Attendance | None = None) -> Intake:
-    """The intake of a learner in a run.
-
-    Args:
-        spec: of the run.
-        n_features: features of a record, with the intercept.
-        attendance: the rounds in which the learner takes part, and learns something (default: all).
-    """
-    attendance = attendance or Attendance((range(spec.rounds),), spec.rounds)
-    if not spec.data.live:
-        return Planned(n_features, spec.loss, spec.rounds, attendance)
-    most = spec.data.batch_size
-    return Live(n_features, spec.loss, attendance, 1 if most == "all" else most, patient=spec.clock.mode != "paced")
 
 
 class Intake(ABC):
@@ -118,6 +103,21 @@ class Intake(ABC):
         self.batches = self.records = 0
         """Taken in."""
 
+    @staticmethod
+    def of(spec: RunSpec, n_features: int, attendance: Attendance | None = None) -> Intake:
+        """The intake of a learner in a run.
+
+        Args:
+            spec: of the run.
+            n_features: features of a record, with the intercept.
+            attendance: the rounds in which the learner takes part, and learns something (default: all).
+        """
+        attendance = attendance or Attendance((range(spec.rounds),), spec.rounds)
+        if not spec.data.live:
+            return Planned(n_features, spec.loss, spec.rounds, attendance)
+        most = spec.data.batch_size
+        return Live(n_features, spec.loss, attendance, 1 if most == "all" else most, patient=spec.clock.mode != "paced")
+
     @property
     def held(self) -> int:
         """Bytes of the records that wait."""
@@ -137,7 +137,7 @@ class Intake(ABC):
             return max(batch.positions) <= self._last.get(batch.source, -1)
         return batch.sequence < self.next_sequence(batch.source)
 
-    def prepare(self, batch: learner_pb2.SampleBatch) -> New | None:
+    def prepare(self, batch: learner_pb2.SampleBatch) -> _New | None:
         """What is new in a batch, checked, and changes nothing; None: all of it was taken in already.
 
         Raises:
@@ -157,9 +157,9 @@ class Intake(ABC):
         first, counts = self._rounds_of(batch, len(labels))
         old = self._known(batch, len(labels))
         position = batch.positions[-1] if batch.positions else None
-        return New(batch.source, position, first, counts, features[old:], labels[old:])
+        return _New(batch.source, position, first, counts, features[old:], labels[old:])
 
-    def add(self, new: New) -> None:
+    def add(self, new: _New) -> None:
         """Hold what is new for its rounds."""
         self._file(new.first, new.counts, new.features, new.labels)
         self._next[new.source] = self.next_sequence(new.source) + (new.position is None)

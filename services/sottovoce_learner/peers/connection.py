@@ -18,7 +18,6 @@ from sottovoce_core.running.policy import accepted
 from sottovoce_core.text import called
 from sottovoce_learner.peers.in_process import Nearby, NearStream
 from sottovoce_learner.session import Session
-from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.access import give_turn_back
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
@@ -40,7 +39,7 @@ def _hello(session: Session, neighbour: int) -> bytes:
     told = session.role
     said = learner_pb2.Hello(
         run_id=told.run_id,
-        plan_hash=plan_hash(told.spec, told.n_features),
+        plan_hash=told.shared.plan_hash,
         learner=told.index,
         next_round=session.inbox.next_round(neighbour),
         fields=to_fields(session.codec.shapes),
@@ -68,7 +67,7 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
     session.inbox.next_round(said.learner)
     _require_itself(session, said.learner, caller)
     name = told.spec.names[said.learner]
-    if said.plan_hash != (ours := plan_hash(told.spec, told.n_features)):
+    if said.plan_hash != (ours := told.shared.plan_hash):
         raise RemoteProtocolError(
             f"{name} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
             "another spec, or reads it in another way"

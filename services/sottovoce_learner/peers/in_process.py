@@ -17,7 +17,7 @@ import grpc
 from sottovoce_rpc.tasks import beside
 
 
-class Turns:
+class _Turns:
     """Who is told that something has come: one in each turn of the event loop.
 
     gRPC hands over one event a turn, too. If all learners of a large host took their rounds in one turn, whoever asks one of them
@@ -49,7 +49,7 @@ class NearStream:
         turns: of all streams of the process.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: _Turns) -> None:
         self._turns = turns
         self._come = deque[bytes]()
         self._awaited: asyncio.Future[None] | None = None
@@ -57,7 +57,7 @@ class NearStream:
         self._other: NearStream | None = None
 
     @classmethod
-    def pair(cls, turns: Turns) -> tuple[Self, Self]:
+    def pair(cls, turns: _Turns) -> tuple[Self, Self]:
         """Both ends of a new stream."""
         one, other = cls(turns), cls(turns)
         one._other, other._other = other, one
@@ -104,7 +104,7 @@ class Nearby:
 
     def __init__(self) -> None:
         self._learners: dict[str, tuple[Accept, set[NearStream]]] = {}
-        self._turns = Turns()
+        self._turns = _Turns()
 
     def add(self, address: str, accept: Accept) -> None:
         """A learner is there."""

@@ -11,6 +11,7 @@ is here may stand for the one that is missing, as long as it is not older than t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -19,13 +20,12 @@ import structlog
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
 from sottovoce_core.text import called
-from sottovoce_learner.peers.signing import Unsigned
 from sottovoce_learner.role import Role
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import KnownBy
-from sottovoce_rpc.signatures import Signed, digest, is_signature
+from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
 from sottovoce_wire.v1.coordinator_pb2 import Misconduct
 from sottovoce_wire.v1.coordinator_pb2 import Rule as RuleNumber
 
@@ -139,6 +139,72 @@ class Inbox(Generic[V]):
         return heard
 
 
+class _Unsigned:
+    """What neighbours said and have not signed yet, as far as this process has heard it.
+
+    A neighbour signs a block before it says anything of another one, so of each no more than a block is remembered.
+
+    Args:
+        names: of the learners, by index, for errors.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
+        self._heard: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
+
+    def require_signed(self, neighbour: int, t: int) -> None:
+        """Before a message of round t is taken in.
+
+        Raises:
+            RemoteProtocolError: the neighbour has not signed what it said in the blocks before.
+        """
+        waiting = self._heard[neighbour]
+        if waiting and (first := next(iter(waiting))) // BLOCK < t // BLOCK:
+            raise RemoteProtocolError(
+                f"{called(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
+                "older than this learner?",
+                Rule.SIGNATURE,
+            )
+
+    def heard(self, neighbour: int, t: int, digest: bytes) -> None:
+        """A message was taken in."""
+        self._heard[neighbour][t] = digest
+
+    def waits(self, neighbour: int, block: int) -> bool:
+        """Was anything of a block heard that is not signed yet? Else its signature says nothing new, and need not be checked."""
+        return any(t // BLOCK == block for t in self._heard[neighbour])
+
+    @property
+    def owing(self) -> set[int]:
+        """Neighbours that have not signed all that was heard of them."""
+        return {neighbour for neighbour, waiting in self._heard.items() if waiting}
+
+    def signed(self, neighbour: int, statement: Statement) -> None:
+        """A neighbour has signed; its signature is right.
+
+        Raises:
+            RemoteProtocolError: it signs in another one's name, or not all that it said.
+            EquivocationError: it has said one thing here, and signed another one.
+        """
+        name = called(self._names, neighbour)
+        if statement.sender != neighbour:
+            text = f"{name} signed in the name of {called(self._names, statement.sender)}"
+            raise RemoteProtocolError(text, Rule.NAME)
+        waiting = self._heard[neighbour]
+        of_block = {t: own for t, own in waiting.items() if t // BLOCK == statement.block}
+        for t, own in of_block.items():
+            if (said := statement[t]) is None:
+                text = f"{name} did not sign what it said in round {t}"
+                raise RemoteProtocolError(text, Rule.SIGNATURE)
+            if said != own:
+                raise EquivocationError(
+                    f"{name} signed another message of round {t} than came here in its name: it, or whoever is in "
+                    "between, says two things"
+                )
+        for t in of_block:
+            del waiting[t]
+
+
 class Received(NamedTuple):
     """A neighbour's message: of which round, as it came, and what it says."""
 
@@ -160,7 +226,7 @@ class Hearing:
     def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
-        self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
+        self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
         self._misconduct = dict[int, Misconduct]()
         self.rules_broken = 0
         """Messages that broke one, of whomever."""
@@ -200,7 +266,7 @@ class Hearing:
             self._unsigned.heard(neighbour, t, digest(payload))
         return complete
 
-    def _check(self, unsigned: Unsigned, neighbour: int, signed: Signed) -> None:
+    def _check(self, unsigned: _Unsigned, neighbour: int, signed: Signed) -> None:
         """A neighbour signs for itself, and what it said.
 
         Raises:

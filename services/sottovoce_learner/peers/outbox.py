@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import chain
 from typing import Protocol
 
 import grpc
 
 from sottovoce_core.network.roster import Attendance, Roster
-from sottovoce_learner.peers.signing import Own, signature_of, signatures_kept
+from sottovoce_learner.peers.plan import Plan
 from sottovoce_learner.role import Role
 from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.signatures import BLOCK
+from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 from sottovoce_rpc.tasks import Tasks
 
 _QUIET_S = 1.0
@@ -33,6 +36,51 @@ _BREAKS = (
     asyncio.CancelledError,
 )
 """How a write ends whose call is over."""
+
+
+@dataclass(slots=True)
+class Own:
+    """What this learner said last, as its signatures say it.
+
+    Of each neighbour it remembers the blocks whose signature may not have come, however long ago it was told anything.
+
+    Attributes:
+        keep: rounds whose messages a neighbour may lack.
+        digests: of what was said, by block.
+        recipients: of each neighbour the last blocks in which it was told anything.
+    """
+
+    keep: int
+    digests: dict[int, bytes] = field(default_factory=dict)
+    recipients: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def said(self, t: int, digest: bytes, told: Iterable[int]) -> None:
+        """A round was said, to some neighbours."""
+        block, k = divmod(t, BLOCK)
+        for j in told:
+            if block not in (before := self.recipients.get(j, ())):
+                self.recipients[j] = (*before, block)[-_signatures_kept(self.keep) :]
+        if block not in self.digests:
+            needed = set(chain.from_iterable(self.recipients.values()))
+            self.digests = {each: known for each, known in self.digests.items() if each in needed}
+        known = self.digests.get(block, UNSAID)
+        self.digests[block] = known[: DIGEST * k] + digest + known[DIGEST * (k + 1) :]
+
+    def statement(self, run_id: str, sender: int, block: int) -> Statement:
+        """What is signed of a block."""
+        return Statement(run_id, sender, block, self.digests[block])
+
+    def told(self, block: int) -> list[int]:
+        """Neighbours that were told anything of a block."""
+        return [j for j, own in self.recipients.items() if block in own]
+
+    def copy(self) -> Own:
+        """What it remembers now, which does not change."""
+        return Own(self.keep, dict(self.digests), dict(self.recipients))
+
+    def restore(self, copy: Own) -> None:
+        """Remember what a copy does."""
+        self.digests, self.recipients = dict(copy.digests), dict(copy.recipients)
 
 
 class _Stream(Protocol):
@@ -52,7 +100,7 @@ class Link:
 
     def __init__(self, keep: int = 2) -> None:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=signatures_kept(keep))
+        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=_signatures_kept(keep))
         self._due: deque[bytes] = deque(maxlen=2 * keep)
         self._stream: _Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
@@ -67,7 +115,7 @@ class Link:
         self.incarnation = 0
         """The highest that the neighbour has greeted with: a lower one is an old process, or a copy."""
 
-    def say(self, t: int, frame: bytes) -> None:
+    def queue(self, t: int, frame: bytes) -> None:
         """Send a round's bytes as soon as the stream allows; never waits."""
         self._frames.append((t, frame))
         self._due.append(frame)
@@ -172,6 +220,7 @@ class Telling:
 
     Args:
         role: of the learner.
+        plan: who is told in which round.
         attendance: the rounds in which it takes part.
         own: what it said last, as its signatures say it.
         links: to all neighbours.
@@ -183,6 +232,7 @@ class Telling:
     def __init__(
         self,
         role: Role,
+        plan: Plan,
         attendance: Attendance,
         own: Own,
         links: Mapping[int, Link],
@@ -190,7 +240,7 @@ class Telling:
         mirror: Callable[[bytes, list[int]], None] | None,
         roster: Roster,
     ) -> None:
-        self._role, self._attendance, self._own, self.roster = role, attendance, own, roster
+        self._role, self._plan, self._attendance, self._own, self.roster = role, plan, attendance, own, roster
         self.links, self._credentials, self._mirror = links, credentials, mirror
 
     def met(self, t: int) -> dict[int, Link]:
@@ -198,34 +248,34 @@ class Telling:
         there, lost = self.roster.there(t), self.roster.lost_to(self._role.index, t)
         return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
-    def say(self, t: int, frame: bytes, told: Sequence[int]) -> None:
+    def hand_out(self, t: int, frame: bytes) -> None:
         """Hand a round's message to everybody who is told.
 
         Raises:
             NotReady: a signature is due, and the identity cannot sign.
         """
+        told = self._plan.part(t).told
         for j in told:
-            self.links[j].say(t, frame)
+            self.links[j].queue(t, frame)
         if self._mirror is not None:
             self._mirror(frame, list(told))
         if self._ends_block(t):
             self._sign(t)
 
-    def repeat(self, frames: Iterable[tuple[int, bytes]], told: Callable[[int], Sequence[int]], said: int) -> None:
+    def repeat(self, frames: Iterable[tuple[int, bytes]], said: int) -> None:
         """After a death: what neighbours may lack, with its signatures.
 
         Args:
             frames: by round.
-            told: round to those who are told.
             said: rounds that were said.
 
         Raises:
             NotReady: the identity cannot sign.
         """
         for t, frame in frames:
-            for j in told(t):
-                self.links[j].say(t, frame)
-        for block in self._own.blocks:
+            for j in self._plan.part(t).told:
+                self.links[j].queue(t, frame)
+        for block in sorted(self._own.digests):
             t = min(BLOCK * (block + 1), said) - 1
             if self._ends_block(t):
                 self._sign(t)
@@ -258,8 +308,25 @@ class Telling:
             return
         block = t // BLOCK
         statement, told = self._own.statement(self._role.run_id, self._role.index, block), self._own.told(block)
-        signature = signature_of(statement, self._credentials)
+        signature = _signature_of(statement, self._credentials)
         for j in told:
             self.links[j].sign(t, signature)
         if self._mirror is not None and told:
             self._mirror(signature(), told)
+
+
+def _signatures_kept(keep: int) -> int:
+    """Signatures that a neighbour may lack which may lack so many rounds."""
+    return keep // BLOCK + 2
+
+
+def _signature_of(statement: Statement, credentials: Credentials) -> Callable[[], bytes]:
+    """Makes a signature, once for all neighbours, and anew where the identity was renewed since."""
+    made = dict[datetime | None, bytes]()
+
+    def make() -> bytes:
+        if (until := credentials.expires) not in made:
+            made[until] = credentials.signed(statement).encode()
+        return made[until]
+
+    return make

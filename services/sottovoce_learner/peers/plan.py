@@ -64,12 +64,6 @@ class Plan:
             self._parts[t] = self._part(t)
         return self._parts[t]
 
-    def messages(self, rounds: int) -> int:
-        """How many are said in the first rounds: one for everybody who is told."""
-        if self._always is not None:
-            return rounds * len(self._always.told)
-        return sum(len(self._network.at(t).told_by(self.index)) for t in range(rounds))
-
     def heard(self, t: int) -> Mapping[int, float]:
         """Whose messages round t needs."""
         return self.part(t).heard

@@ -1,41 +1,36 @@
-"""The privacy ledger of one learner: a file of chained lines that only grows, and the high-water mark beside it.
+"""The privacy ledger of one learner, read: whether its files in the state folder fit together, and what may have been spent.
 
-A line is `CHAIN JSON`: 16 bytes in hexadecimal, which are `SHA-256(chain of the line before | JSON)[:16]`. The first one is the
-ledger's own number and the learner's name.
+The ledger is a file of chained lines that only grows. A line is `CHAIN JSON`: 16 bytes in hexadecimal, which are
+`SHA-256(chain of the line before | JSON)[:16]`. The first one is the ledger's own number and the learner's name.
 
-The mark says how far something visible rests on log and ledger: a log that was cut looks like one whose writer died, and the
-mark says that it was longer. It has two slots, written in turn, after the entry and before what rests on it is seen: a torn
-write spoils one slot, and the other stands for the write before. So it is a lower bound of what was written, never more.
+Log, ledger, mark and snapshot are held against each other: whatever is cut, lost, set back or another learner's does not fit,
+and then nothing is said. Nothing is booked twice: what the open run has cost is in its log, charged before the message was
+sent; what closed runs have cost stands in the ledger's lines. A state folder that is lost is a ledger that is lost: keep it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import math
 import secrets
-import struct
-import zlib
-from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
-from sottovoce_core.errors import DataError
+from sottovoce_core.errors import DataError, SpecError
 from sottovoce_core.network.roster import Roster
 from sottovoce_core.privacy.guarantee import Guarantee
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.storage.state_folder import FORMAT, Held, chained, require_format, write_at
-from sottovoce_learner.storage.wal import NOTHING, Grant
+from sottovoce_learner.storage.run_log import NO_RUN, Mark
+from sottovoce_learner.storage.state_folder import FORMAT, Files, chained, content, hashed, host, require_format
+from sottovoce_learner.storage.wal import Reading, read_log
 
 OPENED, CLOSED, REPAIRED = "opened", "closed", "repaired"
 _CHAIN = 16
-_SLOT = struct.Struct("<8sI4xQQ16s16sQ16sd16sQ16sdQd")
-_MAGIC = b"sotto.m\0"
-SLOT = 512
-NO_RUN = bytes(16)
 
 Facts = Mapping[str, Any]
 
@@ -58,64 +53,48 @@ class Line:
 
     @property
     def at(self) -> datetime:
-        """When it was written. The first line, which charges nothing, has no date."""
+        """When it was written."""
         return datetime.fromisoformat(self.facts["at"])
 
+    @classmethod
+    def all_in(cls, raw: bytes) -> tuple[Line, ...]:
+        """All lines, up to the first that is not right."""
+        found: list[Line] = []
+        at, chain = 0, bytes(_CHAIN)
+        while (end := raw.find(b"\n", at) + 1) > 0:
+            text = raw[at + 2 * _CHAIN + 1 : end - 1]
+            chain = chained(chain, text)
+            if raw[at : at + 2 * _CHAIN + 1] != chain.hex().encode() + b" ":
+                break
+            found.append(cls(json.loads(text), chain, end))
+            at = end
+        return tuple(found)
 
-def encode_line(facts: Facts, chain: bytes) -> tuple[bytes, bytes]:
-    """A line behind `chain`, and the chain behind it."""
-    text = json.dumps(facts, separators=(",", ":")).encode()
-    after = chained(chain, text)
-    return after.hex().encode() + b" " + text + b"\n", after
+    def require_readable(self, learner: str, path: Path) -> None:
+        """Of the first one: it is this learner's, and of a format that is known.
 
+        Raises:
+            DataError: it is not.
+        """
+        require_format(path, self.facts.get("format", 0))
+        if self.facts.get("learner") != learner:
+            raise DataError(
+                f"{path} must be the ledger of {learner!r}, and is that of {self.facts.get('learner')!r}: put back the right "
+                "one, or leave it to `sottovoce ledger --repair`"
+            )
 
-def read_lines(raw: bytes) -> list[Line]:
-    """All lines, up to the first that is not right."""
-    found: list[Line] = []
-    at, chain = 0, bytes(_CHAIN)
-    while (end := raw.find(b"\n", at) + 1) > 0:
-        text = raw[at + 2 * _CHAIN + 1 : end - 1]
-        chain = chained(chain, text)
-        if raw[at : at + 2 * _CHAIN + 1] != chain.hex().encode() + b" ":
-            break
-        found.append(Line(json.loads(text), chain, end))
-        at = end
-    return found
+    @staticmethod
+    def encode(facts: Facts, chain: bytes = bytes(_CHAIN)) -> bytes:
+        """A line behind `chain`, with the time, by which it is known what was spent lately."""
+        now = {"at": datetime.now(UTC).isoformat(timespec="seconds")}
+        text = json.dumps({**facts, **now}, separators=(",", ":")).encode()
+        return chained(chain, text).hex().encode() + b" " + text + b"\n"
 
-
-def dated(facts: Facts) -> Facts:
-    """The same with the time, by which it is known what was spent lately."""
-    return {**facts, "at": datetime.now(UTC).isoformat(timespec="seconds")}
-
-
-def append_line(path: Path, lines: tuple[Line, ...], facts: Facts) -> tuple[Line, ...]:
-    """Let another line last, with its time; returns all.
-
-    What a torn one left behind the last whole line goes.
-    """
-    chain, at = (lines[-1].chain, lines[-1].end) if lines else (bytes(_CHAIN), 0)
-    write_at(path, encode_line(dated(facts), chain)[0], at)
-    return tuple(read_lines(path.read_bytes()))
-
-
-def require_readable(lines: tuple[Line, ...], learner: str, path: Path) -> None:
-    """The first line is this learner's, and of a format that is known.
-
-    Raises:
-        DataError: it is not.
-    """
-    first = lines[0].facts
-    require_format(path, first.get("format", 0))
-    if first.get("learner") != learner:
-        raise DataError(
-            f"{path} must be the ledger of {learner!r}, and is that of {first.get('learner')!r}: put back the right one, or "
-            "leave it to `sottovoce ledger --repair`"
-        )
-
-
-def first_line(learner: str, store: str = "") -> Facts:
-    """The first line of a ledger: its own number, drawn where it has none yet, and whose it is."""
-    return {"kind": "store", "format": FORMAT, "store": store or secrets.token_hex(16), "learner": learner}
+    @classmethod
+    def first(cls, learner: str, store: str = "") -> bytes:
+        """The first line of a ledger: its own number, drawn where it has none yet, and whose it is."""
+        facts = {"kind": "store", "format": FORMAT, "store": store or secrets.token_hex(16), "learner": learner}
+        return cls.encode(facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +152,15 @@ class LedgerLine:
         return mine
 
     @property
+    def planned(self) -> float:
+        """Epsilon of all its planned rounds; its budget, where that is less."""
+        try:
+            price = self.guarantee(imports=False).epsilon()
+        except SpecError:  # of code that is not imported here
+            price = math.inf
+        return price if self.budget is None else min(price, self.budget)
+
+    @property
     def but_absences(self) -> dict[str, Any]:
         """The spec without what may change in a run, and without what nobody set: another version may know more fields."""
         document: dict[str, Any] = _set(json.loads(self.spec))
@@ -201,129 +189,181 @@ def _set(section: Any) -> Any:
     return {key: _set(value) for key, value in section.items() if value is not None}
 
 
-# ---- the high-water mark ---------------------------------------------------------------------------------------------
+# ---- all files of a learner ------------------------------------------------------------------------------------------
 
 
-class Mark(NamedTuple):
-    """What a learner's files must hold at least.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What stands in a learner's files.
 
     Attributes:
-        store: the ledger's own number.
-        host: the machine since its start, as `state_folder.host` says.
-        lines, lines_chain: of the ledger.
-        elsewhere: epsilon of all runs that the ledger has closed.
-        run: hash of the open run; `NO_RUN`: none.
-        sequence, chain: of the run's last entry that something visible rests on.
-        spent: epsilon of the run by then.
-        reserved: the most that may have been said and spent in the run.
-        turn: marks before this one.
-        inode: of the file that it was written to.
+        files: where.
+        mark: the newest; None: there is none.
+        lines: of the ledger, those that are right.
+        log: of the open run, or None.
     """
 
-    store: bytes
-    host: bytes
-    lines: int
-    lines_chain: bytes
-    elsewhere: float = 0.0
-    run: bytes = NO_RUN
-    sequence: int = 0
-    chain: bytes = bytes(16)
-    spent: float = 0.0
-    reserved: Grant = NOTHING
-    turn: int = 0
-    inode: int = 0
+    files: Files
+    mark: Mark | None
+    lines: tuple[Line, ...]
+    log: Reading | None
 
-
-class MarkFile:
-    """The mark of one learner, open for writing.
-
-    Args:
-        path: the file; made where it is not there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            found = _newest(os.pread(self._file, 2 * SLOT, 0), path)
-            self._inode = os.fstat(self._file).st_ino
-            self._held = Held(path, self._file)
-        except BaseException:
-            self.close()
-            raise
-        self._turn = 0 if found is None else found.turn + 1
-
-    def write(self, mark: Mark) -> None:
-        """Make a mark, in the place of the one before the last.
+    @classmethod
+    def look(cls, files: Files, *, copied: bool = False) -> Standing:
+        """What stands there, whole or not.
 
         Raises:
-            OSError: it could not be written.
+            DataError: it is of a newer format, or a copy.
         """
-        os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT)
-        self._turn += 1
+        mark = Mark.read(files.mark, copied=copied)  # before the rest: whatever it says must be in them by then
+        standing = cls(files, mark, Line.all_in(content(files.runs)), None)
+        if (opened := standing.opened) is None:
+            return standing
+        return replace(standing, log=read_log(files.log(opened.run_id)))
 
-    def settle(self, mark: Mark, *, sync: bool = True) -> None:
-        """Make a mark in both places, and let it last: no mark of before is left to fall back to."""
-        self.write(mark)
-        self.write(mark)
-        if sync:
-            os.fsync(self._file)
+    @classmethod
+    def of(cls, files: Files, *, copied: bool = False) -> Standing | None:
+        """What stands there, every part held against the others; None where this learner was never here.
 
-    def require_in_place(self) -> None:
-        """Raise `DataError` unless the file is still there; once settled it has both slots."""
-        self._held.require_in_place(SLOT + 1)
+        Args:
+            files: where.
+            copied: they may be a copy.
 
-    def close(self) -> None:
-        """Close the file; it stays on disk."""
-        os.close(self._file)
+        Raises:
+            DataError: something was lost, cut, changed, or is another learner's.
+        """
+        while True:
+            standing = cls.look(files, copied=copied)
+            try:
+                return standing.required()
+            except DataError:
+                # Its learner may be writing while we read: damage is what a second look shows unchanged.
+                if cls.look(files, copied=copied) == standing:
+                    raise
 
+    @property
+    def opened(self) -> LedgerLine | None:
+        """The run that was opened last, where it was not closed."""
+        last = self.lines[-1].facts if self.lines else {}
+        return LedgerLine.of(last, self.files.learner) if last.get("kind") == OPENED else None
 
-def write_mark(path: Path, mark: Mark) -> None:
-    """Make a mark in both slots of a file, and let it last."""
-    with closing(MarkFile(path)) as file:
-        file.settle(mark)
+    @property
+    def begun(self) -> bool:
+        """Was the log of the open run made? Before, nothing can have been said in it."""
+        opened, mark = self.opened, self.mark
+        return opened is not None and mark is not None and mark.run == hashed(opened.run_id)
 
+    @property
+    def elsewhere(self) -> float:
+        """Epsilon of all runs that are closed."""
+        return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
 
-def read_mark(path: Path, *, copied: bool = False) -> Mark | None:
-    """The newest mark of a file; None where there is no whole one.
+    def runs(self) -> Iterator[LedgerLine]:
+        """Every run, with what it has cost."""
+        about: dict[str, LedgerLine] = {}
+        for line in self.lines:
+            if line.kind == OPENED:
+                about[line.facts["run_id"]] = LedgerLine.of(line.facts, self.files.learner)
+            elif line.kind in (CLOSED, REPAIRED):
+                run_id = line.facts["run_id"]
+                known = about.get(run_id) or LedgerLine.unknown(self.files.learner, run_id)
+                about[run_id] = replace(known, said=line.facts["said"], spent=known.spent + line.facts["spent"])
+        if (opened_now := self.opened) is not None and self.log is not None:
+            about[opened_now.run_id] = replace(opened_now, said=self.log.said, spent=self.log.spent)
+        yield from about.values()
 
-    Args:
-        path: the file.
-        copied: it may be a copy.
+    @property
+    def under_way(self) -> tuple[LedgerLine, bool] | None:
+        """The run that is open, with what was said in it, and whether all of that was learned, too; None: there is none."""
+        if self.opened is None or self.log is None:
+            return None
+        return replace(self.opened, said=self.log.said), 0 < self.log.said == self.log.done
 
-    Raises:
-        DataError: it is of a newer format, or this file is a copy of the one that was written.
-    """
-    try:
-        raw = path.read_bytes()
-        inode = path.stat().st_ino
-    except OSError:
-        return None
-    found = _newest(raw, path)
-    if found is not None and found.inode != inode and not copied:
+    def spent(self, but: str = "") -> float:
+        """Epsilon of all runs but one."""
+        return math.fsum(run.spent for run in self.runs() if run.run_id != but)
+
+    def spent_since(self, moment: datetime, but: str) -> float:
+        """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end."""
+        opened, log = self.opened, self.log
+        charges = [log.spent] if opened is not None and opened.run_id != but and log is not None else []
+        lines = (each for each in self.lines if each.kind in (CLOSED, REPAIRED) and each.at >= moment)
+        return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
+
+    @property
+    def most_spent(self) -> float | None:
+        """The most epsilon that all runs can have cost, whatever one part of the files has lost; None: that cannot be known."""
+        mark, lines, log = self.mark, self.lines, self.log
+        known = self.elsewhere
+        if mark is not None:
+            open_now = 0.0 if mark.run == NO_RUN else mark.reserved.epsilon
+            return max(known, mark.elsewhere) + max(open_now, log.spent if log else 0.0)
+        if log is not None and log.entries:
+            last = log.entries[-1]
+            return max(known, last.in_all - last.spent) + max(last.spent, log.reserved.epsilon)
+        if not lines or (self.files.logs() and self.opened is None):
+            return None
+        return known + (self.opened.planned if self.opened is not None else 0.0)
+
+    def required(self) -> Standing | None:
+        """What `of` returns, of what one look has shown; errors as there."""
+        files, mark, lines = self.files, self.mark, self.lines
+        if mark is None:
+            # Before there is a mark, nothing can have been said.
+            if files.mark.exists() or len(lines) > 1 or files.logs():
+                self._damaged(f"the mark {files.mark} is lost or damaged")
+            return self if lines else None
+        if len(lines) < mark.lines:
+            self._damaged(f"the ledger {files.runs} is lost, cut or damaged from line {len(lines) + 1} on")
+        lines[0].require_readable(files.learner, files.runs)
+        if lines[mark.lines - 1].chain != mark.lines_chain or lines[0].facts["store"] != mark.store.hex():
+            self._damaged(f"the ledger {files.runs} and the mark {files.mark} are not of one learner")
+        if self.opened is not None and len(lines) <= mark.lines and not self.begun:
+            self._damaged(f"the mark {files.mark} is not of the run that is open, {self.opened.run_id!r}")
+        if self.log is not None and self.opened is not None and self.begun:
+            self._require_log(mark, self.log, self.opened)
+        return self
+
+    def _require_log(self, mark: Mark, log: Reading, opened: LedgerLine) -> None:
+        """The log holds all that the mark says, of this run and learner."""
+        folder = self.files.log(opened.run_id)
+        if log.about is None:
+            self._damaged(f"the log {folder} is lost, or its first segment is damaged")
+        of = (log.about.store, log.about.learner, log.about.run_id)
+        if of != (mark.store.hex(), self.files.learner, opened.run_id):
+            self._damaged(
+                f"the log {folder} is of run {log.about.run_id!r} of {log.about.learner!r}, of another ledger"
+            )
+        if log.next <= mark.sequence:
+            self._damaged(f"the log {log.path} is cut or damaged at entry {log.next} (byte {log.end})")
+        if log.chain(mark.sequence) != mark.chain:
+            self._damaged(f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
+        self._require_snapshot(log)
+        if log.about.durability == "process" and mark.host != host():
+            self._damaged(
+                f"the log {folder} was written with durability 'process' before this machine was started again"
+            )
+
+    def _require_snapshot(self, log: Reading) -> None:
+        """What was deleted of a log stands in a snapshot."""
+        snapshot = log.snapshot
+        if snapshot is None:
+            if log.first:
+                self._damaged(f"the log {log.folder} is lost up to entry {log.first}")
+            return
+        if log.chain(snapshot.covers) != snapshot.chain:
+            self._damaged(f"the log {log.folder} is lost between entry {snapshot.covers} and entry {log.first}")
+        path = log.folder / snapshot.name
+        raw = content(path)
+        if len(raw) != snapshot.size or hashlib.sha256(raw).digest() != snapshot.digest:
+            self._damaged(f"the snapshot {path} is lost or damaged")
+
+    def _damaged(self, what: str) -> NoReturn:
+        name = self.files.learner
+        most = self.most_spent
+        figure = "at most what its owner allows in all" if most is None else f"at most {most:.6g} in all"
         raise DataError(
-            f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
-            "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the only "
-            f"one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
+            f"{what}: nothing is said. Put the state folder of {name!r} back as it was after its last message; where that is "
+            f"lost, `sottovoce ledger --repair --state {self.files.folder} --learner {name!r}` charges what may have been spent, "
+            f"{figure}"
         )
-    return found
-
-
-def _encode(mark: Mark, turn: int, inode: int) -> bytes:
-    *known, reserved, _, _ = mark
-    raw = _SLOT.pack(_MAGIC, FORMAT, inode, turn, *known, *reserved)
-    return raw + zlib.crc32(raw).to_bytes(4, "little")
-
-
-def _newest(raw: bytes, path: Path) -> Mark | None:
-    slots = (_decode(raw[k * SLOT : (k + 1) * SLOT], path) for k in range(2))
-    return max((mark for mark in slots if mark is not None), key=lambda mark: mark.turn, default=None)
-
-
-def _decode(raw: bytes, path: Path) -> Mark | None:
-    if len(raw) < _SLOT.size + 4 or not raw.startswith(_MAGIC):
-        return None
-    if zlib.crc32(raw[: _SLOT.size]) != int.from_bytes(raw[_SLOT.size : _SLOT.size + 4], "little"):
-        return None
-    _, form, inode, turn, *known, until, reserved = _SLOT.unpack_from(raw)
-    require_format(path, form)
-    return Mark._make((*known, Grant(until, reserved), turn, inode))

@@ -20,7 +20,7 @@ import numpy as np
 from sottovoce_core.errors import DataError
 from sottovoce_core.running.run import Run
 from sottovoce_learner.ingest.queue import Taken
-from sottovoce_learner.peers.signing import Vouched
+from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import Reading
 
@@ -40,7 +40,7 @@ class Image:
         taken: its intake.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         judged: records that it predicted before it learned them: those that it got right, and all.
-        vouched: digests of what it said, in the blocks that it signs or may sign again.
+        own: digests of what it said, in the blocks that it signs or may sign again.
         heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
         messages: that it has said.
     """
@@ -51,32 +51,32 @@ class Image:
     taken: Taken
     frames: tuple[tuple[int, bytes], ...]
     judged: tuple[int, int]
-    vouched: Vouched
+    own: Own
     heard: tuple[bytes, ...] = ()
     messages: int = 0
 
+    @staticmethod
+    def names(run: Run) -> dict[str, object]:
+        """What is no data in an algorithm's state, and is there again when the run is."""
+        return {"loss": run.loss, "algorithm": run.algorithm}
 
-def names_of(run: Run) -> dict[str, object]:
-    """What is no data in an algorithm's state, and is there again when the run is."""
-    return {"loss": run.loss, "algorithm": run.algorithm}
+    @classmethod
+    def of(cls, log: Reading, names: Mapping[str, object]) -> Image | None:
+        """What a log goes on from; None: from the start.
 
+        Args:
+            log: what is left of it.
+            names: as for `unpack`.
 
-def read_image(log: Reading, names: Mapping[str, object]) -> Image | None:
-    """What a log goes on from; None: from the start.
-
-    Args:
-        log: what is left of it.
-        names: as for `unpack`.
-
-    Raises:
-        DataError: another version wrote it.
-    """
-    if log.snapshot is None:
-        return None
-    image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
-    if not isinstance(image, Image):
-        raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
-    return image
+        Raises:
+            DataError: another version wrote it.
+        """
+        if log.snapshot is None:
+            return None
+        image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
+        if not isinstance(image, cls):
+            raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
+        return image
 
 
 # ---- values as bytes -------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Unpackable(TypeError):
 
 
 @runtime_checkable
-class Packed(Protocol):
+class _Packed(Protocol):
     """What is written as something simpler: a buffer as the rows that are in use."""
 
     def packed(self) -> Any:
@@ -180,7 +180,7 @@ class _Writing:
             return {"(" if type(value) is tuple else "[": [self.node(each) for each in value]}
         if type(value) is dict:
             return {"{": [[self.node(key), self.node(each)] for key, each in value.items()]}
-        if isinstance(value, Packed):
+        if isinstance(value, _Packed):
             return {"p": _name(type(value)), "v": self.node(value.packed())}
         if is_dataclass(value) and not isinstance(value, type):
             return {
@@ -231,7 +231,7 @@ class _Reading:
                 return {self.value(key): self.value(each) for key, each in node["{"]}
             case "p":
                 kind = _class(node["p"])
-                if not issubclass(kind, Packed):
+                if not issubclass(kind, _Packed):
                     raise _another(node["p"])
                 return kind.unpacked(self.value(node["v"]))
             case "d":

@@ -3,7 +3,7 @@
 NAME.lock            held for the life of the process
 NAME.identity        number of the folder, and the learner's incarnation
 NAME.runs            the privacy ledger: chained lines, each run opened, closed, or repaired (`ledger.py`)
-NAME.mark            high-water mark: how far something visible rests on the others (`ledger.py`)
+NAME.mark            high-water mark: how far something visible rests on the others (`run_log.py`)
 RUN@NAME/K.log       write-ahead log of the open run, and of the last one until another is opened (`wal.py`)
 RUN@NAME/K.snapshot  what takes the place of the log's beginning (`snapshot.py`)
 kept/RUN@NAME/K.log  what was put away of logs, where they are kept (`recovery.py`)
@@ -19,7 +19,6 @@ import os
 import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from sottovoce_core.errors import DataError, NotReady
 
@@ -59,9 +58,14 @@ class Files:
         """The folder of a run's log. A run's id has no @, so no two share one."""
         return self.folder / f"{run_id}@{self.learner}"
 
-    def kept(self, log: Path) -> Path | None:
-        """Where of a log stands what is no longer needed to go on; None: nowhere."""
-        return self.folder / KEPT / log.name if self.keep_log else None
+    def put_away(self, segment: Path) -> None:
+        """Of a log delete what is no longer needed to go on, or keep it in a folder of the same disk."""
+        if not self.keep_log:
+            segment.unlink()
+            return
+        kept = self.folder / KEPT / segment.parent.name
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        segment.replace(kept / segment.name)
 
     def logs(self) -> list[Path]:
         """Folders of all logs that are there."""
@@ -126,10 +130,12 @@ def ending(folder: Path, suffix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(suffix)]
 
 
-def content(path: Path) -> bytes:
-    """Of a file; nothing where it is not, or was deleted just now."""
+def content(path: Path, at: int = 0, size: int = -1) -> bytes:
+    """Of a file, from a byte on, so many or all; nothing where it is not, or was deleted just now."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            file.seek(at)
+            return file.read(size)
     except FileNotFoundError:
         return b""
 
@@ -204,14 +210,26 @@ def host() -> bytes:
 class Claim:
     """Exclusive use of a learner's files, until it is closed, or this process dies, however it does.
 
+    Two processes that were this learner on one folder would each spend the whole budget.
+
     Args:
-        file: the lock, held.
-        files: of the learner.
+        folder: the state folder.
+        learner: its name.
+
+    Raises:
+        NotReady: another process is this learner.
     """
 
-    def __init__(self, file: TextIO, files: Files) -> None:
-        self._file, self._files = file, files
-        self._lock = Held(Path(file.name), file.fileno())
+    def __init__(self, folder: Path, learner: str) -> None:
+        self._file, self._files = (folder / f"{learner}.lock").open("w", encoding="utf-8"), Files(folder, learner)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise NotReady(
+                f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
+            ) from None
+        self._lock = Held(Path(self._file.name), self._file.fileno())
         self._held = [self._lock]
 
     def __enter__(self) -> Claim:
@@ -237,23 +255,6 @@ class Claim:
     def close(self) -> None:
         """Let another process be this learner."""
         self._file.close()
-
-
-def claim(folder: Path, learner: str) -> Claim:
-    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
-
-    Raises:
-        NotReady: another process is this learner.
-    """
-    file = (folder / f"{learner}.lock").open("w", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise NotReady(
-            f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
-        ) from None
-    return Claim(file, Files(folder, learner))
 
 
 # ---- who the learner is ----------------------------------------------------------------------------------------------
@@ -286,17 +287,18 @@ class Identity:
         """
         path = folder / f"{learner}.identity"
         try:
-            text = path.read_text(encoding="utf-8")
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            version, name, incarnation = facts["format"], facts["learner"], facts["incarnation"]
+            store = bytes.fromhex(facts["store"])
+            if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
+                raise ValueError("a store of 16 bytes and an incarnation from 0 are due")
         except FileNotFoundError:
             return cls(learner, secrets.token_bytes(_STORE_BYTES)).issued(0, folder)
-        except (OSError, ValueError) as error:
-            raise DataError(f"the identity {path} cannot be read: {error}; {_WAY_OUT}") from None
-        try:
-            facts = json.loads(text)
-            version, name = facts["format"], facts["learner"]
-            store, incarnation = bytes.fromhex(facts["store"]), facts["incarnation"]
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise DataError(f"the identity {path} is damaged: {error}; {_WAY_OUT}") from None
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise DataError(
+                f"the identity {path} is damaged: {error}; restore it from where it is whole, or take another state folder and "
+                "let the coordinator know (sottovoce rebind)"
+            ) from None
         if version != FORMAT:
             raise DataError(
                 f"the identity {path} must be of format {FORMAT}, got {version!r}: use the version that wrote it"
@@ -304,10 +306,6 @@ class Identity:
         if name != learner:
             raise DataError(
                 f"the identity {path} must be of learner {learner!r}, got {name!r}: take the learner's own folder"
-            )
-        if len(store) != _STORE_BYTES or type(incarnation) is not int or incarnation < 0:
-            raise DataError(
-                f"the identity {path} is damaged: a store of 16 bytes and an incarnation from 0 are due; {_WAY_OUT}"
             )
         return cls(learner, store, incarnation)
 
@@ -321,8 +319,3 @@ class Identity:
         facts = {"format": FORMAT, **asdict(new), "store": self.store.hex()}
         replace_file(folder / f"{self.learner}.identity", json.dumps(facts).encode())
         return new
-
-
-_WAY_OUT = (
-    "restore it from where it is whole, or take another state folder and let the coordinator know (sottovoce rebind)"
-)

@@ -1,311 +1,39 @@
-"""A learner's files in its state folder, open for writing: what is read from them is in `verify.py`.
+"""A learner's files in its state folder, written: its ledger, whose runs open and close, and what its owner can do about damage.
 
-Written first is what others rest on: a line of the ledger before the log that it announces, an entry before the mark, and the
-mark before anything is seen. A death in between leaves more than was seen, never less.
+Written first is what others rest on: a line of the ledger before the log that it announces. What is read is in `ledger.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import hashlib
 import math
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import partial
+from datetime import UTC, timedelta
 from pathlib import Path
 
-import structlog
-
-from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
+from sottovoce_core.errors import DataError, NotReady, SpecError
 from sottovoce_core.running.participation import require_amendment
 from sottovoce_learner.storage.ledger import (
     CLOSED,
-    NO_RUN,
     OPENED,
     REPAIRED,
     Facts,
     LedgerLine,
-    Mark,
-    MarkFile,
-    append_line,
-    first_line,
-    read_lines,
-    require_readable,
-    write_mark,
+    Line,
+    Standing,
 )
-from sottovoce_learner.storage.snapshot import Image, Unpackable, pack, packs_as, unpack
-from sottovoce_learner.storage.state_folder import Files, Held, hashed, host, replace_file, sync_folder
-from sottovoce_learner.storage.verify import Standing, stand
-from sottovoce_learner.storage.wal import About, Durability, Grant, Kind, Log, Reading, Said, Snapshot, put_away
-from sottovoce_rpc.logs import failure
+from sottovoce_learner.storage.run_log import NO_RUN, Mark, MarkFile, RunLog, Terms
+from sottovoce_learner.storage.snapshot import Image
+from sottovoce_learner.storage.state_folder import Claim, Files, Held, hashed, host, replace_file, sync_folder, write_at
+from sottovoce_learner.storage.wal import About, Kind, Log, Reading, Said
+from sottovoce_wire.v1.eavesdropper_pb2 import Sent
 
-log = structlog.get_logger()
-
-SNAPSHOT_AFTER = 4 * 1024 * 1024
-SNAPSHOT_ROUNDS = 1_000
-"""A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
-_A_ROUND = 2_048
-"""Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a run's log is kept by.
-
-    Attributes:
-        durability: what a journaled message survives.
-        message_size: length of every message.
-        window: rounds reserved at a time.
-        rounds: of the run.
-        budget: epsilon that is never exceeded in the run; None: there is no limit.
-    """
-
-    durability: Durability
-    message_size: int
-    window: int
-    rounds: int
-    budget: float | None
-
-
-class RunLog:
-    """The log of the open run, and the mark beside it.
-
-    Args:
-        log: the log.
-        mark_file: where the mark is made.
-        mark: the newest.
-        elsewhere: epsilon of all other runs.
-        terms: what it is kept by.
-        reading: what it holds from before; None: nothing.
-        ledger: the file of the ledger, which has the run's line.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        mark_file: MarkFile,
-        mark: Mark,
-        elsewhere: float,
-        terms: Terms,
-        reading: Reading | None,
-        ledger: Held,
-    ) -> None:
-        self._log, self._mark_file, self._mark, self._ledger = log, mark_file, mark, ledger
-        self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
-        self.spent = mark.spent
-        """Epsilon of the run, charged."""
-        self._open = True
-        self._grown = self._last_size = self._rounds = self._since = 0
-        if reading is not None:
-            self._rounds = reading.said
-            covered = reading.snapshot
-            self._last_size = 0 if covered is None else covered.size
-            self._grown = sum(len(entry.body) for entry in reading.entries)
-            self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
-
-    def say(self, t: int, spent: float, said: Said) -> None:
-        """Make a round's message and inputs last. Only after this may it be sent.
-
-        Raises:
-            LocalProtocolError: a message of another length: lengths must not depend on the data.
-            OSError: it could not be written whole. It does not count, and must not be sent.
-        """
-        if len(said.frame) != self._terms.message_size:
-            raise LocalProtocolError(
-                f"a message must have {self._terms.message_size} bytes in every round, got {len(said.frame)}"
-            )
-        if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
-            self._reserve(t, spent)
-        self._append(Kind.ROUND, t, spent, said.encode())
-        self._rounds, self._since = t + 1, self._since + 1
-        self.spent = spent
-        self.settle()
-
-    def close_rounds(self, rounds: int, said: Said) -> None:
-        """Make the inputs of the last round last: the run is over, or the learner away from now on.
-
-        Raises:
-            OSError: they could not be written whole.
-        """
-        self._append(Kind.CLOSE, rounds, self.spent, said.encode())
-        self.settle()
-
-    @property
-    def due(self) -> bool:
-        """Has it grown so much that a snapshot should take its place?
-
-        By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
-        they write `_A_ROUND` bytes a round, and replay takes in a round for as many of a snapshot's, or `SNAPSHOT_ROUNDS`.
-        """
-        by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
-        return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)
-
-    def turn(self) -> Callable[[bytes], Snapshot]:
-        """Begin a segment; what stands before it may be replaced by a snapshot.
-
-        Returns:
-            Writes a snapshot of all up to here, given its bytes; in whatever thread.
-
-        Raises:
-            OSError: the segment could not be begun.
-        """
-        self._log.turn()
-        self._grown = self._since = 0
-        return partial(_write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
-
-    def covered(self, snapshot: Snapshot) -> None:
-        """A snapshot is written: what it stands in place of is deleted.
-
-        Raises:
-            OSError: that failed.
-        """
-        if not self._open:
-            return
-        self._append(Kind.SNAPSHOT, self._rounds - 1, self.spent, snapshot.encode())
-        self._log.sync()
-        self._last_size = snapshot.size
-        self.settle()
-        self._log.forget(snapshot.covers)
-
-    def keep(self, first_round: int, batch: bytes) -> None:
-        """Write records down. Only after `settle` are they in keeping.
-
-        Raises:
-            Unavailable: the log is closed: the learner is ending, or done with the run.
-            OSError: they could not be written whole, and do not count.
-        """
-        if not self._open:
-            raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
-        self._append(Kind.BATCH, first_round, self.spent, batch)
-
-    @property
-    def settled(self) -> bool:
-        """True when all that was written lasts."""
-        return self._log.sequence == self._mark.sequence + 1
-
-    def settle(self) -> None:
-        """Let all that was written last; then it may be seen.
-
-        Raises:
-            OSError: that failed, or it is closed.
-            DataError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
-        """
-        if self.settled:
-            return
-        if not self._open:
-            raise OSError(errno.EBADF, "the log is closed")
-        self._log.sync()
-        for each in (self._log, self._mark_file, self._ledger):
-            each.require_in_place()
-        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain, spent=self.spent)
-        self._mark_file.write(self._mark)
-
-    def close(self) -> None:
-        """Close the files; they stay on disk."""
-        if self._open:
-            self._open = False
-            self._log.close()
-            self._mark_file.close()
-
-    def _reserve(self, t: int, spent: float) -> None:
-        """Note what the rounds to come may cost, before any of them is said: who loses the log is charged that."""
-        more = spent - self.spent if math.isfinite(spent) else 0.0
-        most = spent + (self._terms.window - 1) * more
-        if self._terms.budget is not None:
-            most = max(min(most, self._terms.budget), spent)
-        grant = Grant(min(t + self._terms.window, self._terms.rounds), most)
-        self._append(Kind.GRANT, t, self.spent, grant.encode())
-        self._log.sync()
-        self._mark = self._mark._replace(reserved=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
-        self._mark_file.settle(self._mark, sync=self._terms.durability == "power")
-
-    def _append(self, kind: Kind, t: int, spent: float, body: bytes) -> None:
-        self._log.append(kind, t, spent, self._elsewhere + spent, body)
-        self._grown += len(body)
-
-
-def _write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:
-    """A snapshot's file, whole or not at all.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    snapshot = Snapshot(covers, chain, hashlib.sha256(raw).digest(), len(raw), reserved)
-    replace_file(folder / snapshot.name, raw)
-    return snapshot
-
-
-class Snapshots:
-    """Takes a learner's snapshots, while its rounds go on.
-
-    Args:
-        learner: its name.
-        run_log: the log that they shorten.
-        names: as for `pack`.
-    """
-
-    def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
-        self._learner, self._log, self._names = learner, run_log, names
-        self._begun: tuple[Image, Callable[[bytes], Snapshot]] | None = None
-        self._wanted, self._possible = asyncio.Event(), True
-
-    @property
-    def due(self) -> bool:
-        """Should one be taken?"""
-        return self._possible and self._begun is None and self._log.due
-
-    def begin(self, image: Image) -> None:
-        """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
-        try:
-            self._begun = image, self._log.turn()
-        except OSError as error:
-            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
-            return
-        self._wanted.set()
-
-    async def run(self) -> None:
-        """Finish those that were begun, for ever."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            await self.finish()
-
-    async def finish(self) -> None:
-        """Write what is held on to, then let the log forget what was before. Where that fails, the log stays longer."""
-        if self._begun is None:
-            return
-        image, write = self._begun
-        try:
-            self._log.covered(await asyncio.to_thread(lambda: write(self._packed(image))))
-        except Unpackable as error:
-            self._possible = False
-            log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
-        except OSError as error:
-            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
-        except Exception as error:  # noqa: BLE001 - of a state of somebody's own, or for want of memory: no reason to end the run
-            self._possible = False
-            log.error("no snapshots: the log stays whole", learner=self._learner, **failure(error))
-        finally:
-            self._begun = None
-
-    def _packed(self, image: Image) -> bytes:
-        """In a thread: its bytes, of which the same image can be made. What it stands in place of is then deleted.
-
-        Raises:
-            Unpackable: it cannot.
-        """
-        raw = pack(image, self._names)
-        try:
-            same = packs_as(raw, unpack(raw, self._names), self._names)
-        except DataError as error:
-            raise Unpackable(str(error)) from None
-        if not same:
-            raise Unpackable("a state must be what its fields say, and this one comes back as another")
-        return raw
+_SECOND = timedelta(seconds=1)
+"""To which the moments of lines are written down."""
 
 
 class Store:
@@ -322,30 +50,8 @@ class Store:
 
     def __init__(self, folder: Path, learner: str, *, keep_log: bool = False) -> None:
         self._files = Files(folder, learner, keep_log)
-        standing = stand(self._files)
-        if standing is None or standing.mark is None:
-            standing, self._mark = self._founded(standing)
-        else:
-            self._mark = standing.mark
-        self._standing = standing
-
-    def spent(self, but: str) -> float:
-        """Epsilon of all runs but one."""
-        return math.fsum(run.spent for run in self._standing.runs() if run.run_id != but)
-
-    def spent_since(self, moment: datetime, but: str) -> float:
-        """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end.
-
-        Args:
-            moment: since when.
-            but: a run.
-        """
-        standing, opened = self._standing, self._standing.opened
-        charges = (
-            [standing.log.spent] if opened is not None and opened.run_id != but and standing.log is not None else []
-        )
-        lines = (each for each in standing.lines if each.kind in (CLOSED, REPAIRED) and each.at >= moment)
-        return math.fsum([*charges, *(each.facts["spent"] for each in lines if each.facts["run_id"] != but)])
+        standing = Standing.of(self._files)
+        self.standing = self._founded(standing) if standing is None or standing.mark is None else standing
 
     def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
         """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
@@ -359,7 +65,7 @@ class Store:
             NotReady: the run was closed: this learner has been in another one since.
             DataError: what stands there is about another spec.
         """
-        standing, opened = self._standing, self._standing.opened
+        standing, opened = self.standing, self.standing.opened
         if opened is not None and opened.run_id == line.run_id:
             reading = standing.log if standing.begun else None
             if _amended(opened, line, reading, self._files.runs):
@@ -380,13 +86,13 @@ class Store:
         self._note({**facts, "spec": line.spec})
 
     def _opened(self, line: LedgerLine, terms: Terms, elsewhere: float, reading: Reading | None) -> RunLog:
-        folder = self._files.log(line.run_id)
+        folder, standing = self._files.log(line.run_id), self.standing
         if reading is None:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
             folder.mkdir(mode=0o700)
-        about = About(self._mark.store.hex(), line.learner, line.run_id, terms.durability)
+        about = About(standing.lines[0].facts["store"], line.learner, line.run_id, terms.durability)
         with ExitStack() as opened:
-            log = opened.enter_context(closing(Log(folder, about, reading, self._files.kept(folder))))
+            log = opened.enter_context(closing(Log(self._files, about, reading)))
             if reading is None:
                 log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
                 log.sync()
@@ -394,8 +100,8 @@ class Store:
             else:  # what a snapshot that was under way has left
                 log.forget(-1 if reading.snapshot is None else reading.snapshot.covers)
             mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
-            if reading is not None:
-                mark = mark._replace(spent=reading.entries[-1].spent, reserved=self._mark.reserved)
+            if reading is not None and standing.mark is not None:
+                mark = mark._replace(spent=reading.entries[-1].spent, reserved=standing.mark.reserved)
             mark_file = opened.enter_context(closing(MarkFile(self._files.mark)))
             mark_file.settle(mark)
             self._forget_logs(but=folder)
@@ -405,8 +111,8 @@ class Store:
 
     def end(self) -> None:
         """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""
-        self._close(self._standing.opened)
-        write_mark(self._files.mark, self._base())
+        self._close(self.standing.opened)
+        self._base().write(self._files.mark)
         self._forget_logs()
 
     def _forget_logs(self, but: Path | None = None) -> None:
@@ -414,36 +120,37 @@ class Store:
             if other != but:
                 if self._files.keep_log:
                     for segment in sorted(other.glob("*.log")):
-                        put_away(segment, self._files.kept(other))
+                        self._files.put_away(segment)
                 shutil.rmtree(other)
 
     def _close(self, opened: LedgerLine | None) -> None:
         if opened is not None:
-            now = next(run for run in self._standing.runs() if run.run_id == opened.run_id)
+            now = next(run for run in self.standing.runs() if run.run_id == opened.run_id)
             self._note({"kind": CLOSED, "run_id": now.run_id, "said": now.said, "spent": now.spent})
 
-    def _founded(self, standing: Standing | None) -> tuple[Standing, Mark]:
+    def _founded(self, standing: Standing | None) -> Standing:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
         self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if standing is None:
-            lines = append_line(self._files.runs, (), first_line(self._files.learner))
-        else:
-            lines = tuple(read_lines(self._files.runs.read_bytes()))
-        require_readable(lines, self._files.learner, self._files.runs)
+            write_at(self._files.runs, Line.first(self._files.learner), 0)
+        lines = Line.all_in(self._files.runs.read_bytes())
+        lines[0].require_readable(self._files.learner, self._files.runs)
         mark = Mark(bytes.fromhex(lines[0].facts["store"]), host(), 1, lines[0].chain)
-        write_mark(self._files.mark, mark)
+        mark.write(self._files.mark)
         sync_folder(self._files.folder)
-        return Standing(self._files, mark, lines, None), mark
+        return Standing(self._files, mark, lines, None)
 
     def _note(self, facts: Facts) -> None:
-        """One more line; the mark follows when the run is open."""
-        lines = append_line(self._files.runs, self._standing.lines, facts)
-        self._standing = replace(self._standing, lines=lines)
+        """One more line, which lasts; the mark follows when the run is open. What a torn one left behind the last goes."""
+        last = self.standing.lines[-1]
+        write_at(self._files.runs, Line.encode(facts, last.chain), last.end)
+        self.standing = replace(self.standing, lines=Line.all_in(self._files.runs.read_bytes()))
 
     def _base(self) -> Mark:
         """A mark of the ledger as it is, without a run."""
-        lines = self._standing.lines
-        return Mark(self._mark.store, host(), len(lines), lines[-1].chain, self._standing.elsewhere, NO_RUN)
+        lines = self.standing.lines
+        store = bytes.fromhex(lines[0].facts["store"])
+        return Mark(store, host(), len(lines), lines[-1].chain, self.standing.elsewhere, NO_RUN)
 
 
 def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path: Path) -> bool:
@@ -480,6 +187,220 @@ def end_run(folder: Path, learner: str, run_id: str = "", *, keep_log: bool = Fa
         OSError: it could not be written or deleted.
     """
     files = Files(folder, learner)
-    standing = stand(files)
+    standing = Standing.of(files)
     if standing is not None and files.logs() and (standing.opened is None or standing.opened.run_id == run_id):
         Store(folder, learner, keep_log=keep_log).end()
+
+
+# ---- what was spent, and what may have been --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What a repair has done.
+
+    Attributes:
+        charged: epsilon that was added to what is known; 0: nothing was damaged.
+        in_all: epsilon of all runs now.
+        aside: where what was damaged lies; None: nothing was.
+    """
+
+    charged: float
+    in_all: float
+    aside: Path | None
+
+
+class Ledger:
+    """All runs of the learners of one state folder.
+
+    Args:
+        folder: the state folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def lines(self, learner: str | None = None) -> list[LedgerLine]:
+        """Every run (of one learner), by run id.
+
+        Raises:
+            DataError: something of it is lost or damaged: what was spent cannot be known, so nothing more may be.
+        """
+        names = self.learners() if learner is None else [learner]
+        standings = map(self._standing, names)
+        found = [line for standing in standings if standing is not None for line in standing.runs()]
+        return sorted(found, key=lambda line: line.run_id)
+
+    def spent(self, learner: str) -> float:
+        """Epsilon of all runs of a learner: what a record pays that was used in each of them.
+
+        Raises:
+            DataError: as `lines`.
+        """
+        return math.fsum(line.spent for line in self.lines(learner))
+
+    def require_known(self, learner: str, sent: Sequence[Sent]) -> None:
+        """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
+
+        What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.
+
+        Raises:
+            DataError: as `lines`; or the ledger knows less of a run than was sent in it.
+        """
+        if not sent:
+            return
+        standing = self._standing(learner)
+        runs, lines = ([], ()) if standing is None else ([*standing.runs()], standing.lines)
+        known = {line.run_id: line.said for line in runs}
+        charged = [line.at for line in lines if line.facts.get("charge") is not None]
+        for each in sent:
+            covered = any(each.last_at.ToDatetime(UTC) < moment + _SECOND for moment in charged)
+            if (has := known.get(each.run_id, 0)) < each.rounds and not covered:
+                raise DataError(
+                    f"the ledger of {learner!r} in {self.folder} must know all rounds that were sent, got {has} of {each.rounds} "
+                    f"in run {each.run_id}: the state folder was set back or is a new one, and has forgotten what was spent. Put "
+                    "the newest folder back; where it is lost, charge what was spent since: stop the learner, `sottovoce ledger "
+                    f"repair {self.folder} --learner {learner} --charge EPSILON`, start it"
+                )
+
+    def learners(self) -> list[str]:
+        """Names of all learners that have a ledger here, or had one."""
+        files = {path.stem for kind in ("runs", "mark") for path in self.folder.glob(f"*.{kind}")}
+        return sorted(files | {path.name.partition("@")[2] for path in self.folder.glob("*@*") if path.is_dir()})
+
+    def _standing(self, learner: str) -> Standing | None:
+        return Standing.of(Files(self.folder, learner))
+
+    # ---- what its owner can do about it -----------------------------------------------------------------------
+
+    def verify(self, learner: str, *, imports: bool) -> list[LedgerLine]:
+        """Hold every line and entry against the others, and every charge of the open run against its spec.
+
+        Args:
+            learner: its name.
+            imports: whether a spec may name code to import.
+
+        Returns:
+            All runs.
+
+        Raises:
+            DataError: something does not fit.
+        """
+        standing = self._standing(learner)
+        if standing is None:
+            return []
+        if standing.opened is not None and standing.log is not None:
+            _require_charges(standing.opened, standing.log, imports=imports)
+        return list(standing.runs())
+
+    def repair(self, learner: str, charge: float | None = None) -> Repair:
+        """Where something is lost or damaged, charge the most that may have been spent, and say so in the ledger for ever.
+
+        Never lowers a figure. The run that was open is over for this learner. What was damaged is kept aside.
+
+        Args:
+            learner: its name.
+            charge: epsilon that is charged at least, beside what the ledger still knows; needed where the most cannot be known.
+
+        Raises:
+            NotReady: the learner is running.
+            DataError: what may have been spent cannot be known, and no charge was given.
+        """
+        files = Files(self.folder, learner)
+        with Claim(self.folder, learner):
+            try:
+                whole = Standing.of(files)
+            except DataError as error:
+                return _repaired(files, Standing.look(files, copied=True), str(error).partition(":")[0], charge)
+            if charge is not None:
+                return _repaired(files, whole or Standing.look(files), "charged by the owner", charge)
+            return Repair(0.0, whole.spent() if whole else 0.0, None)
+
+    def moved(self, learner: str) -> None:
+        """This copy of a state folder is whole, and the only one that is left in use.
+
+        Raises:
+            NotReady: the learner is running.
+            DataError: it is not whole.
+        """
+        files = Files(self.folder, learner)
+        with Claim(self.folder, learner):
+            standing = Standing.of(files, copied=True)
+            if standing is None or standing.mark is None:
+                raise DataError(f"there is no ledger of {learner!r} in the state folder {self.folder}")
+            standing.mark.write(files.mark)
+
+
+def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
+    """Raises `DataError` where a round was charged another price than its spec asks for."""
+    try:
+        run = line.run(imports=imports)
+    except SpecError:  # of an algorithm that is not installed here, or may not be imported
+        return
+    accountant = run.algorithm.accountant(line.index)
+    image, spent = Image.of(log, Image.names(run)), 0.0
+    if image is not None:
+        for records in array("I", image.counts):
+            spent += accountant.next_loss()
+            accountant.advance(records)
+        spent += accountant.next_loss()
+    for entry in log.uncovered:
+        if entry.kind in (Kind.ROUND, Kind.CLOSE) and entry.round > 0:
+            accountant.advance(Said.decode(entry.body).records)
+        if entry.kind is Kind.ROUND:
+            spent += accountant.next_loss()
+            if entry.spent != spent:
+                raise DataError(
+                    f"entry {entry.sequence} of the log of run {line.run_id!r} charges {entry.spent:.6g} by round {entry.round}, "
+                    f"and its spec asks for {spent:.6g}: it was written by another version, or is not the one that was written"
+                )
+
+
+def _repaired(files: Files, standing: Standing, why: str, charge: float | None) -> Repair:
+    most = standing.most_spent
+    if most is None and charge is None:
+        raise DataError(
+            f"what {files.learner!r} has spent cannot be known from {files.folder}: say what it was at most with --charge "
+            "EPSILON, such as its owner's --budget in full"
+        )
+    known = standing.elsewhere
+    still = 0.0 if standing.log is None else standing.log.spent  # beside it stands what the owner charges
+    added = max(0.0 if most is None else most - known, still + (charge or 0.0))
+    opened, mark = standing.opened, standing.mark
+    facts = {
+        "kind": REPAIRED,
+        "run_id": "" if opened is None else opened.run_id,
+        "said": 0 if mark is None else mark.reserved.until,
+        "spent": added,
+        "why": why,
+        "charge": charge,
+    }
+    aside = _set_aside(files)
+    if standing.lines and standing.lines[0].facts.get("learner") == files.learner:
+        raw = files.runs.read_bytes()[: standing.lines[-1].end]
+    else:
+        raw = Line.first(files.learner, "" if mark is None else mark.store.hex())
+    raw += Line.encode(facts, Line.all_in(raw)[-1].chain)
+    replace_file(files.runs, raw)  # the ledger first: from then on the charge stands, whatever dies
+    lines = Line.all_in(raw)
+    draft = files.mark.with_name(f"{files.mark.name}.draft")
+    draft.unlink(missing_ok=True)
+    store = bytes.fromhex(lines[0].facts["store"])
+    Mark(store, host(), len(lines), lines[-1].chain, known + added).write(draft)
+    draft.replace(files.mark)
+    for log in files.logs():
+        shutil.rmtree(log)
+    sync_folder(files.folder)
+    return Repair(added, known + added, aside)
+
+
+def _set_aside(files: Files) -> Path:
+    """Keep a copy of everything, before anything is changed."""
+    aside = files.folder / "damaged" / f"{files.learner}-{secrets.token_hex(4)}"
+    aside.mkdir(mode=0o700, parents=True)
+    for path in (files.runs, files.mark):
+        if path.exists():
+            shutil.copy2(path, aside)
+    for log in files.logs():
+        shutil.copytree(log, aside / log.name)
+    return aside

@@ -19,7 +19,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -31,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 from sottovoce_learner.storage.state_folder import (
     FORMAT,
     DiskFull,
+    Files,
     Held,
     chained,
     content,
@@ -48,7 +48,7 @@ AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
 _HEADER = struct.Struct("<IB3xQQddI4x")
 _GRANT = struct.Struct("<Qd")
 _INPUTS = struct.Struct("<QIIII")
-_SNAPSHOT = struct.Struct("<Q16s32sQ")
+_SNAPSHOT = struct.Struct("<Q16s32sQQd")
 CHAIN = 16
 START = bytes(CHAIN)
 """What the first entry of all stands behind."""
@@ -81,6 +81,8 @@ class Entry(NamedTuple):
         spent: epsilon of the run, with what this entry charges.
         in_all: epsilon of all runs of the learner, this one included.
         body: by its kind: `Grant`, `Said`, `Snapshot`, records, or the spec.
+        chain: behind it, where it was read.
+        end: first byte behind it, where it was read.
     """
 
     kind: Kind
@@ -89,33 +91,20 @@ class Entry(NamedTuple):
     spent: float
     in_all: float
     body: bytes
+    chain: bytes = b""
+    end: int = 0
+
+    def encode(self, chain: bytes) -> tuple[bytes, bytes]:
+        """Its bytes behind `chain`, and the chain behind it."""
+        kind, sequence, t, spent, in_all, body, *_ = self
+        header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
+        after = chained(chain, header)
+        return b"".join((header, body, bytes(-len(body) % 8), after)), after
 
 
-class Placed(NamedTuple):
-    """An entry where it was found.
-
-    Attributes:
-        entry: the entry.
-        chain: behind it.
-        end: first byte behind it.
-    """
-
-    entry: Entry
-    chain: bytes
-    end: int
-
-
-def encode_entry(entry: Entry, chain: bytes) -> tuple[bytes, bytes]:
-    """The bytes of an entry that stands behind `chain`, and the chain behind it."""
-    kind, sequence, t, spent, in_all, body = entry
-    header = _HEADER.pack(len(body), kind, sequence, t, spent, in_all, zlib.crc32(body))
-    after = chained(chain, header)
-    return b"".join((header, body, bytes(-len(body) % 8), after)), after
-
-
-def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Placed]:
+def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = START) -> list[Entry]:
     """All entries from a place on, up to the first that is not right: the next in number, whole, and behind `chain`."""
-    found: list[Placed] = []
+    found: list[Entry] = []
     while (body_at := at + _HEADER.size) <= len(raw):
         length, kind, number, t, spent, in_all, checksum = _HEADER.unpack_from(raw, at)
         chain_at = body_at + length + -length % 8
@@ -126,7 +115,7 @@ def read_entries(raw: bytes, at: int = 0, sequence: int = 0, chain: bytes = STAR
         # The bytes without a meaning are zero, and under the chain or compared here: no bit may be another one.
         if raw[chain_at:end] != chain or any(raw[body_at + length : chain_at]) or zlib.crc32(body) != checksum:
             break
-        found.append(Placed(Entry(Kind(kind), number, t, spent, in_all, body), chain, end))
+        found.append(Entry(Kind(kind), number, t, spent, in_all, body, chain, end))
         at, sequence = end, sequence + 1
     return found
 
@@ -155,8 +144,7 @@ class Grant(NamedTuple):
 NOTHING = Grant(0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Names a file that stands in place of all entries up to one, and is deleted when the next such file is there.
 
     Attributes:
@@ -180,13 +168,14 @@ class Snapshot:
 
     def encode(self) -> bytes:
         """As an entry's body."""
-        return _SNAPSHOT.pack(self.covers, self.chain, self.digest, self.size) + self.reserved.encode()
+        *facts, reserved = self
+        return _SNAPSHOT.pack(*facts, *reserved)
 
     @classmethod
     def decode(cls, body: bytes) -> Snapshot:
         """`encode` backwards."""
-        covers, chain, digest, size = _SNAPSHOT.unpack_from(body)
-        return cls(covers, chain, digest, size, Grant.decode(body[_SNAPSHOT.size :]))
+        covers, chain, digest, size, until, epsilon = _SNAPSHOT.unpack(body)
+        return cls(covers, chain, digest, size, Grant(until, epsilon))
 
 
 class Said(NamedTuple):  # made in every round: a frozen dataclass takes four times as long
@@ -254,7 +243,6 @@ class Reading:
         first: sequence number that its first entry must have; above 0 where a snapshot stands in place of what was before.
         base: chain that its first entry stands behind.
         entries: those that are right, oldest first.
-        chains: behind each of them.
         path: the newest segment.
         end: first byte of it behind the last right entry.
     """
@@ -263,7 +251,6 @@ class Reading:
     first: int
     base: bytes
     entries: tuple[Entry, ...]
-    chains: tuple[bytes, ...]
     path: Path
     end: int
 
@@ -282,7 +269,7 @@ class Reading:
         at = sequence - self.first
         if at == -1:
             return self.base
-        return self.chains[at] if 0 <= at < len(self.chains) else None
+        return self.entries[at].chain if 0 <= at < len(self.entries) else None
 
     @property
     def uncovered(self) -> tuple[Entry, ...]:
@@ -323,67 +310,39 @@ class Reading:
         return NOTHING if self.snapshot is None else self.snapshot.reserved
 
 
-def read_log(folder: Path) -> Reading:
-    """All that is right in a log; of one whose learner deletes segments meanwhile, what comes before the first of them.
+def read_log(*folders: Path, after: Reading | None = None) -> Reading:
+    """All that is right in a log, while its learner may write: where it deletes segments, up to the first of them.
+
+    Args:
+        folders: of its segments, each in the first of these folders that has it.
+        after: what was read of it before: what came since is read.
 
     Raises:
         DataError: a segment is of a newer format.
     """
-    about, entries, chains = None, [], []
-    path, end, first, base = folder / "none", 0, 0, START
-    due, chain = first, base
-    for segment in ending(folder, ".log"):
-        raw = content(segment)
-        facts = _facts(raw, segment)
-        if facts is not None and about is None:
-            due, chain = first, base = facts["sequence"], bytes.fromhex(facts["chain"])
-        if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
-            break
-        found = read_entries(raw, PAGE, due, chain)
-        about = about or About(**facts["about"])
-        entries += [placed.entry for placed in found]
-        chains += [placed.chain for placed in found]
-        path, end = segment, found[-1].end if found else PAGE
-        due, chain = due + len(found), found[-1].chain if found else chain
-    return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
-
-
-class EntryReader:
-    """Reads the entries of a log as they come, while its learner writes.
-
-    Args:
-        folders: where its segments stand: in the first of these folders that has one.
-    """
-
-    def __init__(self, *folders: Path) -> None:
-        self._folders = folders
-        self._segment, self._first, self._base = 0, 0, START
-        self._at, self._sequence, self._chain = PAGE, 0, START
-
-    def new(self) -> Iterator[Entry]:
-        """Those that were not read yet."""
-        with suppress(FileNotFoundError):  # put away just now: it is found there at the next look
-            while self._begins(path := self._path(self._segment), self._first, self._base):
-                with path.open("rb") as file:
-                    file.seek(self._at)
-                    raw, start = file.read(), self._at
-                for placed in read_entries(raw, 0, self._sequence, self._chain):
-                    self._at, self._sequence, self._chain = start + placed.end, self._sequence + 1, placed.chain
-                    yield placed.entry
-                if not self._begins(self._path(self._segment + 1), self._sequence, self._chain):
-                    return
-                self._segment, self._first, self._base = self._segment + 1, self._sequence, self._chain
-                self._at = PAGE
-
-    def _path(self, segment: int) -> Path:
-        paths = [_path(folder, segment) for folder in self._folders]
-        return next((path for path in paths if path.exists()), paths[-1])
-
-    @staticmethod
-    def _begins(segment: Path, sequence: int, chain: bytes) -> bool:
-        """Does a segment begin with this entry, behind this chain? Raises `FileNotFoundError` where there is none."""
-        facts = _page(segment)
-        return facts is not None and (facts["sequence"], facts["chain"]) == (sequence, chain.hex())
+    before = after or Reading(None, 0, START, (), folders[-1] / "none", 0)
+    about, path, end = before.about, before.path, before.end
+    first = due = before.next, before.entries[-1].chain if before.entries else before.base
+    entries = list[Entry]()
+    segments = {segment.name: segment for folder in reversed(folders) for segment in ending(folder, ".log")}
+    for name in sorted(segments):
+        if about is not None and name < path.name:
+            continue
+        known = end if about is not None and name == path.name else 0
+        raw = content(segments[name], known)
+        if not known:
+            if (facts := _facts(raw, segments[name])) is None:
+                break
+            begin = facts["sequence"], bytes.fromhex(facts["chain"])
+            if about is None:
+                about, first, due = About(**facts["about"]), begin, begin
+            if begin != due:
+                break
+        path, end = segments[name], known or PAGE
+        for entry in read_entries(raw, 0 if known else PAGE, *due):
+            entries.append(entry)
+            end, due = known + entry.end, (entry.sequence + 1, entry.chain)
+    return Reading(about, *first, tuple(entries), path, end)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -406,21 +365,20 @@ class Log:
     """A log, open for writing. Every error of the system is passed on: what could not be written whole does not count.
 
     Args:
-        folder: the run's, of this learner.
+        files: of the learner.
         about: whose it is.
         reading: what it holds already; None: it begins here.
-        kept: folder for what is forgotten; None: it is deleted.
     """
 
-    def __init__(self, folder: Path, about: About, reading: Reading | None = None, kept: Path | None = None) -> None:
-        self.folder, self._about, self._kept = folder, about, kept
+    def __init__(self, files: Files, about: About, reading: Reading | None = None) -> None:
+        self.folder, self._about, self._files = files.log(about.run_id), about, files
         self.sequence, self.chain = 0, START
         self._unsynced, self._doubtful = False, False
         if reading is None or reading.about is None:
             self._begin(0)
             return
         self.sequence, self._segment = reading.next, int(reading.path.stem)
-        self.chain = reading.chains[-1] if reading.chains else reading.base
+        self.chain = reading.entries[-1].chain if reading.entries else reading.base
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         try:
@@ -436,7 +394,7 @@ class Log:
         Raises:
             DiskFull: there is no room for it.
         """
-        raw, after = encode_entry(Entry(kind, self.sequence, t, spent, in_all, body), self.chain)
+        raw, after = Entry(kind, self.sequence, t, spent, in_all, body).encode(self.chain)
         if self._at > PAGE and self._at + len(raw) > SEGMENT:
             self.turn()
         self._allocate(self._at + len(raw))
@@ -471,9 +429,9 @@ class Log:
         """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
         segments = sorted(self.folder.glob("*.log"))
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
-            if (_page(after) or {"sequence": 0})["sequence"] > covers + 1:
+            if (_facts(content(after, size=PAGE), after) or {"sequence": 0})["sequence"] > covers + 1:
                 break
-            put_away(segment, self._kept)
+            self._files.put_away(segment)
         for other in self.folder.glob("*.snapshot*"):
             if other.name != f"{covers:016d}.snapshot":
                 other.unlink()
@@ -527,15 +485,6 @@ class Log:
                 other.unlink()
 
 
-def put_away(segment: Path, kept: Path | None) -> None:
-    """Delete a segment, or move it to a folder of the same disk."""
-    if kept is None:
-        segment.unlink()
-        return
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    segment.replace(kept / segment.name)
-
-
 def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.log"
 
@@ -547,13 +496,8 @@ def _header(about: About, sequence: int, chain: bytes) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def _page(segment: Path) -> dict[str, Any] | None:
-    """What a segment's first page says; None where it cannot be read."""
-    with segment.open("rb") as file:
-        return _facts(file.read(PAGE), segment)
-
-
 def _facts(raw: bytes, path: Path) -> dict[str, Any] | None:
+    """What a segment's first page says; None where it cannot be read."""
     end = 16 + int.from_bytes(raw[12:16], "little")
     if not raw.startswith(_MAGIC) or zlib.crc32(raw[:end]).to_bytes(4, "little") != raw[end : end + 4]:
         return None

@@ -1,0 +1,425 @@
+"""The log of a run that is open for writing, the high-water mark beside it, and the snapshots that shorten it.
+
+The mark says how far something visible rests on log and ledger: a log that was cut looks like one whose writer died, and the
+mark says that it was longer. It has two slots, written in turn, after the entry and before what rests on it is seen: a torn
+write spoils one slot, and the other stands for the write before. So it is a lower bound of what was written, never more.
+
+Written first is what others rest on: an entry before the mark, and the mark before anything is seen. A death in between leaves
+more than was seen, never less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import math
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from sottovoce_core.errors import DataError, LocalProtocolError, Unavailable
+from sottovoce_learner.storage.snapshot import Image, Unpackable, pack, packs_as, unpack
+from sottovoce_learner.storage.state_folder import FORMAT, Held, replace_file, require_format
+from sottovoce_learner.storage.wal import NOTHING, Durability, Grant, Kind, Log, Reading, Said, Snapshot
+from sottovoce_rpc.logs import failure
+
+log = structlog.get_logger()
+
+_SLOT = struct.Struct("<8sI4xQQ16s16sQ16sd16sQ16sdQd")
+_MAGIC = b"sotto.m\0"
+SLOT = 512
+NO_RUN = bytes(16)
+SNAPSHOT_AFTER = 4 * 1024 * 1024
+SNAPSHOT_ROUNDS = 1_000
+"""A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
+_A_ROUND = 2_048
+"""Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
+
+
+# ---- the high-water mark ---------------------------------------------------------------------------------------------
+
+
+class Mark(NamedTuple):
+    """What a learner's files must hold at least.
+
+    Attributes:
+        store: the ledger's own number.
+        host: the machine since its start, as `state_folder.host` says.
+        lines, lines_chain: of the ledger.
+        elsewhere: epsilon of all runs that the ledger has closed.
+        run: hash of the open run; `NO_RUN`: none.
+        sequence, chain: of the run's last entry that something visible rests on.
+        spent: epsilon of the run by then.
+        reserved: the most that may have been said and spent in the run.
+        turn: marks before this one.
+        inode: of the file that it was written to.
+    """
+
+    store: bytes
+    host: bytes
+    lines: int
+    lines_chain: bytes
+    elsewhere: float = 0.0
+    run: bytes = NO_RUN
+    sequence: int = 0
+    chain: bytes = bytes(16)
+    spent: float = 0.0
+    reserved: Grant = NOTHING
+    turn: int = 0
+    inode: int = 0
+
+    @classmethod
+    def read(cls, path: Path, *, copied: bool = False) -> Mark | None:
+        """The newest mark of a file; None where there is no whole one.
+
+        Args:
+            path: the file.
+            copied: it may be a copy.
+
+        Raises:
+            DataError: it is of a newer format, or this file is a copy of the one that was written.
+        """
+        try:
+            raw = path.read_bytes()
+            inode = path.stat().st_ino
+        except OSError:
+            return None
+        found = _newest(raw, path)
+        if found is not None and found.inode != inode and not copied:
+            raise DataError(
+                f"{path} was written at another place: this state folder is a copy, and two learners with one ledger would each "
+                "spend the whole budget. Start the learner on the folder that it was in. Where this one is the newest and the "
+                f"only one that is left, say so: `sottovoce ledger --moved --state {path.parent} --learner {path.stem}`"
+            )
+        return found
+
+    def write(self, path: Path) -> None:
+        """Make it in both slots of a file, and let it last."""
+        with closing(MarkFile(path)) as file:
+            file.settle(self)
+
+
+class MarkFile:
+    """The mark of one learner, open for writing.
+
+    Args:
+        path: the file; made where it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            found = _newest(os.pread(self._file, 2 * SLOT, 0), path)
+            self._inode = os.fstat(self._file).st_ino
+            self._held = Held(path, self._file)
+        except BaseException:
+            self.close()
+            raise
+        self._turn = 0 if found is None else found.turn + 1
+
+    def write(self, mark: Mark) -> None:
+        """Make a mark, in the place of the one before the last.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT)
+        self._turn += 1
+
+    def settle(self, mark: Mark, *, sync: bool = True) -> None:
+        """Make a mark in both places, and let it last: no mark of before is left to fall back to."""
+        self.write(mark)
+        self.write(mark)
+        if sync:
+            os.fsync(self._file)
+
+    def require_in_place(self) -> None:
+        """Raise `DataError` unless the file is still there; once settled it has both slots."""
+        self._held.require_in_place(SLOT + 1)
+
+    def close(self) -> None:
+        """Close the file; it stays on disk."""
+        os.close(self._file)
+
+
+def _encode(mark: Mark, turn: int, inode: int) -> bytes:
+    *known, reserved, _, _ = mark
+    raw = _SLOT.pack(_MAGIC, FORMAT, inode, turn, *known, *reserved)
+    return raw + zlib.crc32(raw).to_bytes(4, "little")
+
+
+def _newest(raw: bytes, path: Path) -> Mark | None:
+    slots = (_decode(raw[k * SLOT : (k + 1) * SLOT], path) for k in range(2))
+    return max((mark for mark in slots if mark is not None), key=lambda mark: mark.turn, default=None)
+
+
+def _decode(raw: bytes, path: Path) -> Mark | None:
+    if len(raw) < _SLOT.size + 4 or not raw.startswith(_MAGIC):
+        return None
+    if zlib.crc32(raw[: _SLOT.size]) != int.from_bytes(raw[_SLOT.size : _SLOT.size + 4], "little"):
+        return None
+    _, form, inode, turn, *known, until, reserved = _SLOT.unpack_from(raw)
+    require_format(path, form)
+    return Mark._make((*known, Grant(until, reserved), turn, inode))
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a run's log is kept by.
+
+    Attributes:
+        durability: what a journaled message survives.
+        message_size: length of every message.
+        window: rounds reserved at a time.
+        rounds: of the run.
+        budget: epsilon that is never exceeded in the run; None: there is no limit.
+    """
+
+    durability: Durability
+    message_size: int
+    window: int
+    rounds: int
+    budget: float | None
+
+
+class RunLog:
+    """The log of the open run, and the mark beside it.
+
+    Args:
+        log: the log.
+        mark_file: where the mark is made.
+        mark: the newest.
+        elsewhere: epsilon of all other runs.
+        terms: what it is kept by.
+        reading: what it holds from before; None: nothing.
+        ledger: the file of the ledger, which has the run's line.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        mark_file: MarkFile,
+        mark: Mark,
+        elsewhere: float,
+        terms: Terms,
+        reading: Reading | None,
+        ledger: Held,
+    ) -> None:
+        self._log, self._mark_file, self._mark, self._ledger = log, mark_file, mark, ledger
+        self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
+        self.spent = mark.spent
+        """Epsilon of the run, charged."""
+        self._open = True
+        self._grown = self._last_size = self._rounds = self._since = 0
+        if reading is not None:
+            self._rounds = reading.said
+            covered = reading.snapshot
+            self._last_size = 0 if covered is None else covered.size
+            self._grown = sum(len(entry.body) for entry in reading.entries)
+            self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
+
+    def write_ahead(self, t: int, spent: float, said: Said) -> None:
+        """Make a round's message and inputs last. Only after this may it be sent.
+
+        Raises:
+            LocalProtocolError: a message of another length: lengths must not depend on the data.
+            OSError: it could not be written whole. It does not count, and must not be sent.
+        """
+        if len(said.frame) != self._terms.message_size:
+            raise LocalProtocolError(
+                f"a message must have {self._terms.message_size} bytes in every round, got {len(said.frame)}"
+            )
+        if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
+            self._reserve(t, spent)
+        self._append(Kind.ROUND, t, spent, said.encode())
+        self._rounds, self._since = t + 1, self._since + 1
+        self.spent = spent
+        self.settle()
+
+    def close_rounds(self, rounds: int, said: Said) -> None:
+        """Make the inputs of the last round last: the run is over, or the learner away from now on.
+
+        Raises:
+            OSError: they could not be written whole.
+        """
+        self._append(Kind.CLOSE, rounds, self.spent, said.encode())
+        self.settle()
+
+    @property
+    def due(self) -> bool:
+        """Has it grown so much that a snapshot should take its place?
+
+        By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
+        they write `_A_ROUND` bytes a round, and replay takes in a round for as many of a snapshot's, or `SNAPSHOT_ROUNDS`.
+        """
+        by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
+        return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)
+
+    def turn(self) -> Snapshot:
+        """Begin a segment; what stands before it may be replaced by a snapshot, whose file is not written yet.
+
+        Raises:
+            OSError: the segment could not be begun.
+        """
+        self._log.turn()
+        self._grown = self._since = 0
+        return Snapshot(self._log.sequence - 1, self._log.chain, b"", 0, self._mark.reserved)
+
+    def write_snapshot(self, place: Snapshot, raw: bytes) -> Snapshot:
+        """A snapshot's file, whole or not at all; in any thread.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        replace_file(self._log.folder / place.name, raw)
+        return place._replace(digest=hashlib.sha256(raw).digest(), size=len(raw))
+
+    def covered(self, snapshot: Snapshot) -> None:
+        """A snapshot is written: what it stands in place of is deleted.
+
+        Raises:
+            OSError: that failed.
+        """
+        if not self._open:
+            return
+        self._append(Kind.SNAPSHOT, self._rounds - 1, self.spent, snapshot.encode())
+        self._log.sync()
+        self._last_size = snapshot.size
+        self.settle()
+        self._log.forget(snapshot.covers)
+
+    def keep(self, first_round: int, batch: bytes) -> None:
+        """Write records down. Only after `settle` are they in keeping.
+
+        Raises:
+            Unavailable: the log is closed: the learner is ending, or done with the run.
+            OSError: they could not be written whole, and do not count.
+        """
+        if not self._open:
+            raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
+        self._append(Kind.BATCH, first_round, self.spent, batch)
+
+    @property
+    def settled(self) -> bool:
+        """True when all that was written lasts."""
+        return self._log.sequence == self._mark.sequence + 1
+
+    def settle(self) -> None:
+        """Let all that was written last; then it may be seen.
+
+        Raises:
+            OSError: that failed, or it is closed.
+            DataError: a file was deleted, moved, replaced or cut: what is written can be found by nobody.
+        """
+        if self.settled:
+            return
+        if not self._open:
+            raise OSError(errno.EBADF, "the log is closed")
+        self._log.sync()
+        for each in (self._log, self._mark_file, self._ledger):
+            each.require_in_place()
+        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain, spent=self.spent)
+        self._mark_file.write(self._mark)
+
+    def close(self) -> None:
+        """Close the files; they stay on disk."""
+        if self._open:
+            self._open = False
+            self._log.close()
+            self._mark_file.close()
+
+    def _reserve(self, t: int, spent: float) -> None:
+        """Note what the rounds to come may cost, before any of them is said: who loses the log is charged that."""
+        more = spent - self.spent if math.isfinite(spent) else 0.0
+        most = spent + (self._terms.window - 1) * more
+        if self._terms.budget is not None:
+            most = max(min(most, self._terms.budget), spent)
+        grant = Grant(min(t + self._terms.window, self._terms.rounds), most)
+        self._append(Kind.GRANT, t, self.spent, grant.encode())
+        self._log.sync()
+        self._mark = self._mark._replace(reserved=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
+        self._mark_file.settle(self._mark, sync=self._terms.durability == "power")
+
+    def _append(self, kind: Kind, t: int, spent: float, body: bytes) -> None:
+        self._log.append(kind, t, spent, self._elsewhere + spent, body)
+        self._grown += len(body)
+
+
+class Snapshots:
+    """Takes a learner's snapshots, while its rounds go on.
+
+    Args:
+        learner: its name.
+        run_log: the log that they shorten.
+        names: as for `pack`.
+    """
+
+    def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
+        self._learner, self._log, self._names = learner, run_log, names
+        self._begun: tuple[Image, Snapshot] | None = None
+        self._wanted, self._possible = asyncio.Event(), True
+
+    @property
+    def due(self) -> bool:
+        """Should one be taken?"""
+        return self._possible and self._begun is None and self._log.due
+
+    def begin(self, image: Image) -> None:
+        """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
+        try:
+            self._begun = image, self._log.turn()
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+            return
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Finish those that were begun, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Write what is held on to, then let the log forget what was before. Where that fails, the log stays longer."""
+        if self._begun is None:
+            return
+        try:
+            self._log.covered(await asyncio.to_thread(self._write, *self._begun))
+        except Unpackable as error:
+            self._possible = False
+            log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+        except Exception as error:  # noqa: BLE001 - of a state of somebody's own, or for want of memory: no reason to end the run
+            self._possible = False
+            log.error("no snapshots: the log stays whole", learner=self._learner, **failure(error))
+        finally:
+            self._begun = None
+
+    def _write(self, image: Image, place: Snapshot) -> Snapshot:
+        """In a thread: bytes of which the same image can be made. What they stand in place of is then deleted.
+
+        Raises:
+            Unpackable: it cannot.
+            OSError: they could not be written.
+        """
+        raw = pack(image, self._names)
+        try:
+            same = packs_as(raw, unpack(raw, self._names), self._names)
+        except DataError as error:
+            raise Unpackable(str(error)) from None
+        if not same:
+            raise Unpackable("a state must be what its fields say, and this one comes back as another")
+        return self._log.write_snapshot(place, raw)
