@@ -19,6 +19,7 @@ from sottovoce_learner.config import LearnerConfig, max_message_bytes
 from sottovoce_learner.following import Following
 from sottovoce_learner.metrics import readings
 from sottovoce_learner.mirror import Mirror
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.in_process import Nearby
 from sottovoce_learner.role import Role, Shared
@@ -57,7 +58,7 @@ class Learner:
 
     def __init__(self, config: LearnerConfig, tracing: Tracing | None = None, nearby: Nearby | None = None) -> None:
         config.check()
-        self.config, self._make = config, Session if tracing is None else tracing.session
+        self.config, self._make = config, open_session if tracing is None else tracing.session
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None

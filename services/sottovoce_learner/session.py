@@ -10,35 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce_core.algorithms.interface import Who
-from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, SpecError, Unavailable
+from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, Unavailable
 from sottovoce_core.noise import Noise
-from sottovoce_core.running.policy import DAYS, Policy
+from sottovoce_core.running.policy import Policy
 from sottovoce_core.text import called, in_short
-from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.ingest.group_commit import Ingest
-from sottovoce_learner.ingest.queue import Intake
-from sottovoce_learner.memory import Allowance, Books, Kept, Memory
-from sottovoce_learner.peers.inbox import Hearing, Inbox
-from sottovoce_learner.peers.outbox import Link, Telling
-from sottovoce_learner.peers.plan import Plan
+from sottovoce_learner.memory import Kept, Memory
+from sottovoce_learner.peers.inbox import Hearing
+from sottovoce_learner.peers.outbox import Telling
 from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
-from sottovoce_learner.role import Role, Shared
-from sottovoce_learner.storage.ledger import LedgerLine
-from sottovoce_learner.storage.run_log import RunLog, Snapshots, Terms
-from sottovoce_learner.storage.store import Store
-from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_learner.role import Role
+from sottovoce_learner.storage.run_log import RunLog, Snapshots
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
-from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1.coordinator_pb2 import Grant
 
@@ -55,82 +44,41 @@ class Session:
 
     Args:
         role: what to do.
-        noise: where noise comes from.
-        state_folder: where the ledger and the logs of runs stand.
-        mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         policy: of the learner's owner.
+        noise: where noise comes from.
+        memory: state and steps of a round; what the log says is in it already.
+        run_log: the log of the run, open for writing.
+        telling: messages to neighbours.
+        hearing: messages of neighbours.
         private: False when the noise is not the operating system's.
-        own_budget: epsilon that the owner allows in all runs together; None: no limit.
-        credentials: of the learner: with an identity it signs what it says, and so must its neighbours.
         changed: set when there is something to report.
-        keep_log: whether the log is kept when the run is over.
-
-    Raises:
-        DataError: what stands in the state folder is damaged, so that what was spent is not known.
-        NotReady: this learner has been in another run since.
-        SpecError: the owner's policy does not allow the run, the spec cannot be run, or its messages are too long.
     """
 
     def __init__(
         self,
         role: Role,
-        noise: Noise,
-        state_folder: Path,
-        mirror: Callable[[bytes, list[int]], None] | None = None,
-        *,
         policy: Policy,
-        private: bool = True,
-        own_budget: float | None = None,
-        credentials: Credentials = NO_IDENTITY,
-        changed: asyncio.Event | None = None,
-        keep_log: bool = False,
+        noise: Noise,
+        memory: Memory,
+        run_log: RunLog,
+        telling: Telling,
+        hearing: Hearing,
+        *,
+        private: bool,
+        changed: asyncio.Event | None,
     ) -> None:
+        spec = role.spec
         self.role, self.policy, self._noise, self._private = role, policy, noise, private
-        spec, index = role.spec, role.index
-        mirrored = mirror is not None
-        run = policy.admit(spec, role.n_features, index, mirrored=mirrored, build=lambda *given: Shared.of(*given).run)
-        check_size(run.field_shapes)
-        length, most = RoundCodec(run.field_shapes).length, max_message_bytes(policy)
-        if length > most:
-            raise SpecError(
-                f"this learner takes messages of at most {most} bytes, got a run whose messages have {length}: "
-                "its owner allows more with most_parameters in the policy"
-            )
-        start, roster = run.algorithm.start(Who(index)), role.shared.roster
-        attendance = roster.attendance(index, spec.rounds)
-        self.algorithm, self.intake = run.algorithm, Intake.of(spec, role.n_features, attendance)
-        self.plan = Plan(run.network, index, role.shared.digests, spec.names)
-        ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
-        allowance, self._log = _open_log(role, state_folder, policy, own_budget, length, keep_log=keep_log)
-        books = Books(run.algorithm.accountant(index), role.budget, allowance)
-        self.memory = memory = Memory(run, self.plan, attendance, books, self.intake, start, keep)
-        self.links = {j: Link(keep) for j in sorted(self.plan.neighbours)}
-        self.telling = Telling(role, self.plan, attendance, memory.own, self.links, credentials, mirror, roster)
-        self._recover()
-        self._snapshots = Snapshots(role.name, self._log, memory.names)
-        self.codec, self._late_s = memory.codec, spec.clock.hold_s
-        last = memory.heard_last()
-        self.inbox = Inbox(self.plan.neighbours, self.plan.heard, ahead, memory.done, last=last, names=spec.names)
-        self.hearing = Hearing(role, self.codec, self.inbox, credentials)
+        self.memory, self.plan, self.intake, self.codec = memory, memory.plan, memory.intake, memory.codec
+        self.algorithm, self._late_s = memory.algorithm, spec.clock.hold_s
+        self._log, self._snapshots = run_log, Snapshots(role.name, run_log, memory.names)
+        self.telling, self.links, self.hearing, self.inbox = telling, telling.links, hearing, hearing.inbox
         self._changed, self._heard = changed or asyncio.Event(), asyncio.Event()
         self.life = Lifecycle(role, self._changed.set)
         self.grants = Grants(spec.clock, spec.n_learners, self._changed.set)
         self.waits = Waits(spec.clock, self._unheard, spec.names)
-        self.ingest = Ingest(role, self._log, self.intake, self.life, self.grants, self.waits, memory.done)
+        self.ingest = Ingest(role, run_log, self.intake, self.life, self.grants, self.waits, memory.done)
         self._room = Room(role.name, "the round waits", "the journal cannot be written")
-
-    def _recover(self) -> None:
-        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again."""
-        memory, reading = self.memory, self._log.reading
-        if reading is not None:
-            try:
-                memory.recover(reading)
-            except BaseException:
-                self._log.close()
-                raise
-            self._log.reading = None
-            self.telling.repeat(memory.frames, memory.said)
-        memory.pass_absence(memory.attendance.end)
 
     @property
     def status(self) -> LearnerStatus:
@@ -385,19 +333,3 @@ class Session:
     def _close_log(self) -> None:
         self.ingest.receipts.now()
         self._log.close()
-
-
-def _open_log(
-    role: Role, state_folder: Path, policy: Policy, own_budget: float | None, message_size: int, *, keep_log: bool
-) -> tuple[Allowance, RunLog]:
-    """What the owner allows, with what all other runs have cost, and the log of this one."""
-    spec, store = role.spec, Store(state_folder, role.name, keep_log=keep_log)
-    terms = Terms(spec.durability, message_size, spec.clock.window, spec.rounds, role.budget)
-    elsewhere = store.standing.spent(but=role.run_id)
-    lately = store.standing.spent_since(datetime.now(UTC) - timedelta(days=DAYS), role.run_id)
-    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, spec.model_dump_json())
-    try:
-        run_log = store.open_run(line, terms, elsewhere)
-    except OSError as error:
-        raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None
-    return Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, lately, elsewhere), run_log

@@ -20,6 +20,7 @@ import structlog
 
 from sottovoce_core.errors import SpecError
 from sottovoce_core.optional import import_extra
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.session import Session
 from sottovoce_rpc.addresses import place_of_url
 
@@ -77,7 +78,8 @@ class Tracing:
 
     def session(self, *args: Any, **more: Any) -> Session:
         """A session whose rounds are traced."""
-        made = _TracedSession(*args, **more)
+        made = open_session(*args, kind=_TracedSession, **more)
+        assert isinstance(made, _TracedSession)  # noqa: S101 - asked for
         made.tracing = self
         return made
 

@@ -21,6 +21,7 @@ from sottovoce_core.noise import SystemNoise
 from sottovoce_core.privacy.accountant import ListedLosses
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.memory import Allowance, Books
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.storage.ledger import LedgerLine
@@ -33,7 +34,7 @@ from tests.examples import ALLOWING
 def session(folder: Path, run_id: str, *, own_budget: float | None = None, name: str = "learner-0") -> Session:
     fixed = {"rounds": 9, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
     spec = parse_spec({**fixed, "learners": [name, "another"]}, imports=True)
-    made = Session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget)
+    made = open_session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget)
     made.plan.announce(0, {1: 0.5}, [1])
     return made
 

@@ -20,6 +20,7 @@ from sottovoce_core.spec import parse_spec
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ingest import group_commit
 from sottovoce_learner.ingest.group_commit import _Receipts
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.servicer import Face
 from sottovoce_learner.session import Session
@@ -141,7 +142,7 @@ def session(folder: Path) -> Session:
     """One that says nothing: no round is due."""
     document = {"rounds": 100, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "power"}
     role = Role("run-1", parse_spec(document, imports=False), 3, 0, "learner-0")
-    return Session(role, SystemNoise(), folder, policy=ALLOWING)
+    return open_session(role, SystemNoise(), folder, policy=ALLOWING)
 
 
 class Feeders:

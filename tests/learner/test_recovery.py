@@ -18,6 +18,7 @@ from sottovoce_core.errors import DataError
 from sottovoce_core.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_learner.memory import Kept
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
@@ -68,7 +69,7 @@ class Crew:
     def born(self, index: int) -> Session:
         noise: Noise = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
         role = Role("run-1", self.spec, FEATURES, index, self.spec.names[index])
-        made = Session(role, noise, self.folder / str(index), policy=ALLOWING)
+        made = open_session(role, noise, self.folder / str(index), policy=ALLOWING)
         return made
 
     async def live(self, rounds: range, mortal: int = 0) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sottovoce_core.noise import SystemNoise
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.progress import Grants
 from sottovoce_learner.role import Role
-from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Grant
@@ -23,7 +23,7 @@ class Fed:
     def __init__(self, folder: Path, mode: str) -> None:
         spec = small_spec(20, 2, clock={"mode": mode, "window": 5})
         role = Role("run-1", spec, 3, 0, "learner-0")
-        self.session = Session(role, SystemNoise(), folder, policy=ALLOWING)
+        self.session = open_session(role, SystemNoise(), folder, policy=ALLOWING)
         self.session.plan.announce(0, dict(self.session.plan.part(0).heard), self.session.plan.part(0).told)
         self._due = 0
 

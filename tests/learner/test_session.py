@@ -14,6 +14,7 @@ from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, Remot
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
 from sottovoce_learner.ingest import group_commit
+from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
@@ -27,7 +28,7 @@ def session(folder: Path, run_id: str = "run-1") -> Session:
     spec = parse_spec(
         {"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"}, imports=True
     )
-    return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder, policy=ALLOWING)
+    return open_session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder, policy=ALLOWING)
 
 
 async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_path: Path) -> None:
@@ -48,10 +49,10 @@ def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_p
 def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None:
     """It has a place in the run, and asks for the first round that it may be told; who is there cannot have heard any."""
     place: dict[str, Any] = {"absences": [{"learner": "learner-2"}]}
-    own = Session(
+    own = open_session(
         Role("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING
     )
-    away = Session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING)
+    away = open_session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING)
     own.require_own_past(2, away.inbox.next_round(0))
     with pytest.raises(DataError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
         own.require_own_past(1, 1)
@@ -79,7 +80,7 @@ async def test_another_run_begins_afresh_and_closes_the_one_before(tmp_path: Pat
 def test_a_message_that_no_channel_carries_is_refused_before_it_is_made(tmp_path: Path) -> None:
     spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}}, imports=True)
     with pytest.raises(SpecError, match="take fewer features or classes"):
-        Session(Role("run-1", spec, 2**40, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING)
+        open_session(Role("run-1", spec, 2**40, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING)
 
 
 async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path) -> None:
