@@ -18,6 +18,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Ray starts services of its own, which fail with the lowest versions and hang where coverage is measured; `tests` has it.
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 LOWEST = ["-m", "not slow and not long and not browser and not container and not statistics", *QUICK[2:]]
+LOWEST += [f"--ignore=tests/{folder}" for folder in ("deploy", "deploy_chart", "docs", "observability")]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/lab/test_inversion.py", "tests/lab/test_gallery.py"]
 
 LOCKS = {
@@ -73,7 +74,8 @@ def lowest(session: nox.Session) -> None:
 
     What is looked for is a use of a library that an older one lacks, or takes otherwise. What a browser makes of a page is
     none: tests marked `browser` stay out, those of how pages are written and served do not. Nor is how rare a false alarm is in
-    hundreds of seeded runs (`statistics`): every line of theirs is in other tests, too. In the core, the learner and between
+    hundreds of seeded runs (`statistics`): every line of theirs is in other tests, too. The same holds of the commands on pages
+    of the docs; images, charts and dashboards have versions of their own. In the core, the learner and between
     services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test there
     runs once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the
     network. All others run whole.
