@@ -222,7 +222,9 @@ class Conductor:
         """The run may have ended by what was heard, or lost learners."""
         if course.book.ended:
             self._after_end(course)
-        elif course.book.losing and not course.resting:
+        elif course.book.losing and course.resting:
+            course.heard.set()  # one learner fewer is waited for
+        elif course.book.losing:
             self._tasks.start(self._lose(course), "learners are not lost")
 
     async def operated(self, course: Course, change: Coroutine[Any, Any, None]) -> None:

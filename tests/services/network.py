@@ -269,11 +269,11 @@ async def network(
         await up._tasks.end()
 
 
-def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2) -> None:
-    """Who is gone from now on misses its deadline in a moment. All others have the deadlines of their run."""
+def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float) -> None:
+    """Who is gone from now on misses its deadline in a moment, or so many seconds later. Others have the deadlines of their run."""
 
     async def soon(self: Conductor, course: Course, index: int, since: datetime) -> None:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds + later.get(course.book.run.spec.names[index], 0.0))
         course.book.miss(index, since)
         self._judged(course)
 

@@ -554,8 +554,9 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
     require_simulated(outcome, spec, noise, 3)
 
 
-async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("later", [0.0, 1.0], ids=["at once", "while the others rest"])
+async def test_a_run_that_loses_two_is_overheard_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: float
 ) -> None:
     """Nobody knows how far each of them heard the other: what they would have said is not waited for."""
     spec = LOSABLE["ldp-dol"]
@@ -563,7 +564,7 @@ async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("dora", LearnerState.RUNNING, 10)
-        missed_soon(monkeypatch)
+        missed_soon(monkeypatch, dora=later)
         await asyncio.gather(up.leave("cleo"), up.leave("dora"))
         outcome = await running
     first = {each.learner: each.first_round for each in outcome.absences}
