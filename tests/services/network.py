@@ -270,7 +270,7 @@ async def network(
 
 
 def missed_soon(patch: pytest.MonkeyPatch, seconds: float = 0.2, **later: float) -> None:
-    """Who is gone from now on misses its deadline in a moment, or so many seconds later. Others have the deadlines of their run."""
+    """Who is gone from now on misses its deadline in a moment, or so many seconds later. Others have those of their run."""
 
     async def soon(self: Conductor, course: Course, index: int, since: datetime) -> None:
         await asyncio.sleep(seconds + later.get(course.book.run.spec.names[index], 0.0))
