@@ -12,20 +12,18 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sottovoce_core.algorithms.interface import Algorithm, HeardFromNeighbours, Message, WithHiddenNoise
 from sottovoce_core.arrays import Batch, FloatArray, as_floats
-from sottovoce_core.errors import BudgetExhausted, DataError
+from sottovoce_core.errors import DataError
 from sottovoce_core.network.roster import Attendance
 from sottovoce_core.noise import Draw, Noise
-from sottovoce_core.privacy.accountant import Accountant
 from sottovoce_core.running.participation import USED, go_on_alone, used_field
-from sottovoce_core.running.policy import DAYS
-from sottovoce_core.running.run import Run, format_above
+from sottovoce_core.running.run import Run
+from sottovoce_learner.budget import Books
 from sottovoce_learner.ingest.queue import Intake
 from sottovoce_learner.peers.inbox import Received
 from sottovoce_learner.peers.outbox import Own
@@ -96,83 +94,6 @@ class _DrawnAgain:
             )
         noise, self.left = self.left[:count].reshape(draw.shape), self.left[count:]
         return noise
-
-
-# ---- spending --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What a learner's owner allows, and what other runs have spent of it.
-
-    Attributes:
-        per_run: epsilon of one run; None: no limit, here and below.
-        per_month: of all runs of a month together.
-        in_all: of all runs together.
-        lately: spent in other runs of the last month.
-        elsewhere: spent in all other runs.
-    """
-
-    per_run: float | None = None
-    per_month: float | None = None
-    in_all: float | None = None
-    lately: float = 0.0
-    elsewhere: float = 0.0
-
-
-_NO_LIMITS = Allowance()
-
-
-class Books:
-    """Spending of one learner.
-
-    Args:
-        accountant: meters the algorithm.
-        budget: epsilon that must not be exceeded in this run, as its spec says; None for no limit.
-        allowance: its owner's.
-    """
-
-    def __init__(self, accountant: Accountant, budget: float | None, allowance: Allowance = _NO_LIMITS) -> None:
-        self._accountant, self.allowance = accountant, allowance
-        allowed = "what this learner's owner allows"
-        self._limits = (
-            ("spent epsilon", 0.0, budget, "the budget of"),
-            ("epsilon spent in this run", 0.0, allowance.per_run, f"{allowed} in one,"),
-            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.per_month, f"{allowed} in so many,"),
-            ("epsilon spent in all runs", allowance.elsewhere, allowance.in_all, f"{allowed},"),
-        )
-        self.budget = min((each for each in (budget, allowance.per_run) if each is not None), default=None)
-        """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
-        self.spent = 0.0
-        self.counts = array("I")
-        """Records of each round that is over: all that the meter has been told."""
-
-    def price(self, t: int) -> float:
-        """Epsilon spent once the message of round t is out.
-
-        Raises:
-            BudgetExhausted: that would be more than the budget, or what it would be cannot be told.
-        """
-        loss = self._accountant.next_loss()
-        if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
-            raise BudgetExhausted(f"the price of round {t} must be at least 0, got {loss}: nothing is said without one")
-        after = self.spent + loss
-        for what, others, limit, whose in self._limits:
-            if limit is not None and not others + after <= limit:
-                raise BudgetExhausted(
-                    f"saying round {t} would bring the {what} from {others + self.spent:.6g} to "
-                    f"{format_above(others + after, limit)}, above {whose} {limit:.6g}"
-                )
-        return after
-
-    def charge(self, after: float) -> None:
-        """Book what the journal already says."""
-        self.spent = after
-
-    def round_over(self, records: int) -> None:
-        """The round brought so many records."""
-        self._accountant.advance(records)
-        self.counts.append(records)
 
 
 # ---- the steps of a round --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sottovoce_core.experiment import foresee, prepare
 from sottovoce_core.running.run import format_above
 from sottovoce_core.spec import parse_spec
 from sottovoce_core.yaml_files import parse_yaml
-from sottovoce_learner.memory import Books
+from sottovoce_learner.budget import Books
 
 
 def told(folder: Path, rows: list[str], data: dict[str, Any] | None = None, **spec: Any) -> dict[str, str]:

@@ -38,7 +38,7 @@ from sottovoce_core.running.simulator import simulate
 from sottovoce_core.running.transcript import Transcript
 from sottovoce_core.spec import RunSpec, parse_spec
 from sottovoce_lab.mutants import ALGORITHMS
-from sottovoce_learner.memory import Books
+from sottovoce_learner.budget import Books
 from tests.claims import Times
 from tests.examples import made_up, small_spec
 

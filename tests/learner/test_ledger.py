@@ -20,7 +20,7 @@ from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, SpecErro
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.privacy.accountant import ListedLosses
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.memory import Allowance, Books
+from sottovoce_learner.budget import Allowance, Books
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
@@ -83,7 +83,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.memory import Books, Allowance
+from sottovoce_learner.budget import Books, Allowance
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):

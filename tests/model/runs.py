@@ -21,7 +21,7 @@ from sottovoce_core.network.roster import Attendance
 from sottovoce_core.running.participation import USED, slots, used_field
 from sottovoce_core.running.run import Run, build_run
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.memory import Books
+from sottovoce_learner.budget import Books
 from sottovoce_learner.peers.plan import Plan
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce_core.errors import BudgetExhausted
 from sottovoce_core.privacy.accountant import Accountant
-from sottovoce_learner.memory import Allowance, Books
+from sottovoce_learner.budget import Allowance, Books
 from tests.examples import small_run
 
 
