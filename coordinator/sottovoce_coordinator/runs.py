@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from sottovoce_coordinator.clock import RoundClock, Standing, blamed, convicted, in_words
+from sottovoce_coordinator.round_clock import RoundClock, Standing, blamed, convicted, in_words
 from sottovoce_core.network.network import Digests
 from sottovoce_core.network.roster import Attendance
 from sottovoce_core.running.run import Run

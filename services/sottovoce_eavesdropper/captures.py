@@ -15,10 +15,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sottovoce_core.errors import AlreadyExists, CaptureError, LimitReached, NotFound, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, left_open, resumed, sent_in
-from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.running.transcript import parquet
-from sottovoce_eavesdropper.records import schema
 from sottovoce_eavesdropper.storage import Folder
+from sottovoce_eavesdropper.writing import schema
 
 if TYPE_CHECKING:
     import pyarrow as pa

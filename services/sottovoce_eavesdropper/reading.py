@@ -22,8 +22,8 @@ from sottovoce_core.text import called, plain
 from sottovoce_eavesdropper import FORMAT
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
-from sottovoce_eavesdropper.records import Ciphertext, part_name, part_number, schema
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.writing import Ciphertext, part_name, part_number, schema
 from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:

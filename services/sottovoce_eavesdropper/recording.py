@@ -28,10 +28,10 @@ from sottovoce_core.spec import MOST_LEARNERS
 from sottovoce_core.text import called
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_eavesdropper.wiretap import Wiretap
+from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile, part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.signatures import is_signature

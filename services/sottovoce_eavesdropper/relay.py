@@ -24,8 +24,8 @@ import structlog
 
 from sottovoce_core.errors import CaptureError, SpecError, StrangerError, Unavailable
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
-from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.storage import open_folder, require_folder
+from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile
 from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials

@@ -17,9 +17,9 @@ import structlog
 from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.captures import Captures
 from sottovoce_eavesdropper.recording import Recording
-from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD
 from sottovoce_eavesdropper.storage import Folder, open_folder, require_folder
+from sottovoce_eavesdropper.writing import WRITE_S, CaptureFile, part_number
 from sottovoce_rpc.access import NO_ONE, Refusals, StreamLimit
 from sottovoce_rpc.addresses import require_host
 from sottovoce_rpc.credentials import Credentials

@@ -18,7 +18,7 @@ import structlog
 
 from sottovoce_core.errors import SpecError, Unavailable
 from sottovoce_eavesdropper.lookout import Row
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.tasks import Tasks, first_of

@@ -24,7 +24,7 @@ from sottovoce_core.noise import Draw, Noise
 from sottovoce_core.running.participation import USED, go_on_alone, used_field
 from sottovoce_core.running.run import Run
 from sottovoce_learner.budget import Books
-from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.ingest.intake import Intake
 from sottovoce_learner.peers.inbox import Received
 from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.peers.plan import Plan

@@ -13,7 +13,7 @@ from sottovoce_core.noise import Noise
 from sottovoce_core.running.policy import DAYS, Policy
 from sottovoce_learner.budget import Allowance, Books
 from sottovoce_learner.config import max_message_bytes
-from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.ingest.intake import Intake
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers.inbox import Hearing, Inbox
 from sottovoce_learner.peers.outbox import Link, Telling

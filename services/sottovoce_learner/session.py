@@ -19,7 +19,7 @@ from sottovoce_core.errors import BudgetExhausted, DataError, NotReady, Unavaila
 from sottovoce_core.noise import Noise
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.text import called, in_short
-from sottovoce_learner.ingest.group_commit import Ingest
+from sottovoce_learner.ingest.ingest import Ingest
 from sottovoce_learner.memory import Kept, Memory
 from sottovoce_learner.peers.inbox import Hearing
 from sottovoce_learner.peers.outbox import Telling

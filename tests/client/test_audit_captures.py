@@ -33,7 +33,7 @@ from sottovoce_core.running.simulator import simulate
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureFile
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello, row
 

@@ -29,8 +29,8 @@ from sottovoce_core.errors import CaptureError, SpecError
 from sottovoce_core.experiment import Prepared
 from sottovoce_core.spec import RunSpec, dump_spec
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.signatures import UNSAID, Statement, digest
 from tests.client.test_audit_captures import ROUNDS, audited, keep, planned, rows_of, spec_of

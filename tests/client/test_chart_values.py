@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sottovoce_client.chart import as_yaml, chart_values
 from sottovoce_client.cli import app
+from sottovoce_client.helm import as_yaml, chart_values
 from sottovoce_core.errors import CheckFailed, SpecError
 from sottovoce_core.spec import RunSpec, parse_spec
 

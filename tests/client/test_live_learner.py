@@ -22,7 +22,7 @@ from sottovoce_core.data.live import LiveRecords
 from sottovoce_core.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.spec import RunSpec, parse_spec
-from sottovoce_learner.ingest.group_commit import Ingest
+from sottovoce_learner.ingest.ingest import Ingest
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_coordinator.clock import Standing, blamed, in_words
+from sottovoce_coordinator.round_clock import Standing, blamed, in_words
 from sottovoce_rpc.learner_status import Cause, Waiting
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_coordinator.clock import RoundClock
+from sottovoce_coordinator.round_clock import RoundClock
 from sottovoce_core.spec import ClockSpec
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 12))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sottovoce_coordinator.clock import convicted
+from sottovoce_coordinator.round_clock import convicted
 
 RING = [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
 STAR = [{1, 2, 3, 4}, {0}, {0}, {0}, {0}]

@@ -20,7 +20,7 @@ from sottovoce_core.auditing.bounds import (
     runs_to_show,
     threshold,
 )
-from sottovoce_core.auditing.channel_tests import calibration
+from sottovoce_core.auditing.coin_tests import calibration
 from sottovoce_core.auditing.likelihood import Ratios, guess
 
 

@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.audit import audit_simulated
-from sottovoce_core.auditing.channel_tests import _tilted, calibration
+from sottovoce_core.auditing.coin_tests import _tilted, calibration
 from sottovoce_core.auditing.likelihood import Ratios, ratios
 from sottovoce_core.auditing.plan import plan_audit
 from sottovoce_core.auditing.verdict import decide

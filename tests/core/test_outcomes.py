@@ -9,7 +9,7 @@ import pytest
 
 from sottovoce_core.auditing.audit import conclude, examine, few, gathered
 from sottovoce_core.auditing.bounds import Levels
-from sottovoce_core.auditing.channel_tests import WHOLE, Starts
+from sottovoce_core.auditing.coin_tests import WHOLE, Starts
 from sottovoce_core.auditing.likelihood import Excess, Ratios, ratios
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.verdict import Findings, Verdict, decide

@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce_core.arrays import Batch, FloatArray
 from sottovoce_core.auditing.audit import Audit, conclude, examine, gathered
-from sottovoce_core.auditing.channel_tests import PairRuns, channel_tests, private_tests
+from sottovoce_core.auditing.coin_tests import PairRuns, channel_tests, private_tests
 from sottovoce_core.auditing.plan import AuditPlan, plan_audit
 from sottovoce_core.auditing.views import features
 from sottovoce_core.auditing.worlds import QUANTITIES, Recording, Share, Worlds, chosen, differences, overhear, shares

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce_client.chart import chart_values
+from sottovoce_client.helm import chart_values
 from sottovoce_core.spec import RunSpec, parse_spec
 from tests.deploy_chart.policies import Pod, allowed, ends
 from tests.deploy_chart.rendering import ISSUED, NAMESPACE, RELEASE, Rendered, Values, merged, rendered

@@ -14,8 +14,8 @@ from sottovoce_core.errors import DataError, NotReady, RemoteProtocolError, Sott
 from sottovoce_core.losses import bounded
 from sottovoce_core.losses.linear import Logistic, Ridge
 from sottovoce_core.network.roster import Attendance
-from sottovoce_learner.ingest import queue
-from sottovoce_learner.ingest.queue import Intake, Planned
+from sottovoce_learner.ingest import intake as module
+from sottovoce_learner.ingest.intake import Intake, Planned
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_whole(
 
 def test_what_a_feeder_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held = intake(rounds=100_000)
-    monkeypatch.setattr(queue, "MOST_SOURCES", 2)
+    monkeypatch.setattr(module, "MOST_SOURCES", 2)
     for source in ("a", "b"):
         held.put(batch(0, [1], source=source))
     for wrong, text in (

@@ -13,7 +13,7 @@ from sottovoce_core.arrays import as_floats
 from sottovoce_core.errors import DataError, RemoteProtocolError, SottovoceError
 from sottovoce_core.losses.linear import Logistic
 from sottovoce_core.network.roster import Attendance
-from sottovoce_learner.ingest.queue import Intake, Live
+from sottovoce_learner.ingest.intake import Intake, Live
 from sottovoce_learner.storage.snapshot import pack, unpack
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2

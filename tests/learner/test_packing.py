@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
-from sottovoce_learner.ingest.queue import Taken
+from sottovoce_learner.ingest.intake import Taken
 from sottovoce_learner.storage import state_folder
 from sottovoce_learner.storage.snapshot import Unpackable, pack, packs_as, unpack
 

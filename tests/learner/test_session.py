@@ -13,7 +13,7 @@ import pytest
 from sottovoce_core.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
 from sottovoce_core.noise import SystemNoise
 from sottovoce_core.spec import parse_spec
-from sottovoce_learner.ingest import group_commit
+from sottovoce_learner.ingest import ingest
 from sottovoce_learner.opening import open_session
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
@@ -106,7 +106,7 @@ async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path
 async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "MOST_HELD", 100)
+    monkeypatch.setattr(ingest, "MOST_HELD", 100)
     one = session(tmp_path)
 
     def batch(sequence: int) -> learner_pb2.SampleBatch:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sottovoce_core.algorithms.interface import Who
 from sottovoce_core.errors import DataError, SottovoceError
 from sottovoce_learner.budget import Books
-from sottovoce_learner.ingest.queue import Planned
+from sottovoce_learner.ingest.intake import Planned
 from sottovoce_learner.memory import Memory
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import ledger, state_folder

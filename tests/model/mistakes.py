@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.store import Claim, Membership
-from sottovoce_learner.ingest.queue import Planned, _New
+from sottovoce_learner.ingest.intake import Planned, _New
 from sottovoce_learner.peers.outbox import Link, _Stream
 from sottovoce_learner.storage.run_log import RunLog
 from sottovoce_learner.storage.wal import Said

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
 from sottovoce_coordinator.store import Membership
-from sottovoce_learner.ingest.queue import Planned
+from sottovoce_learner.ingest.intake import Planned
 from sottovoce_learner.peers.inbox import Inbox
 from sottovoce_learner.peers.outbox import Link
 from sottovoce_learner.storage import store

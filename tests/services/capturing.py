@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_wire.v1 import learner_pb2
 

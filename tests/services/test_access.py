@@ -19,8 +19,8 @@ from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_core.errors import Unavailable
 from sottovoce_core.running.policy import Policy
-from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.peers import connection
 from sottovoce_learner.peers.connection import _hello

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import FORMAT, parts, reading, records, storage
+from sottovoce_eavesdropper import FORMAT, parts, reading, storage, writing
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import Participants, Recording, sent_in
-from sottovoce_eavesdropper.records import schema
+from sottovoce_eavesdropper.writing import schema
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
@@ -135,20 +135,20 @@ def part_files(folder: Path) -> list[Path]:
 
 
 async def test_parts_are_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "PART_ROWS", 4)
+    monkeypatch.setattr(writing, "PART_ROWS", 4)
     await captured(tmp_path, conversation(5))
     counts = [pq.ParquetFile(path).metadata.num_rows for path in part_files(tmp_path)]
     assert counts == [4, 4, 2]
-    monkeypatch.setattr(records, "PART_ROWS", 100)
-    monkeypatch.setattr(records, "PART_BYTES", 100)
-    assert [len(own) for own in records._in_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
+    monkeypatch.setattr(writing, "PART_ROWS", 100)
+    monkeypatch.setattr(writing, "PART_BYTES", 100)
+    assert [len(own) for own in writing._in_parts([row(bytes(60)) for _ in range(5)])] == [2, 2, 1]
 
 
 WRITER = """
 import asyncio, sys
 from tests.services.capturing import captured, row, frame
-from sottovoce_eavesdropper import records
-records._PART_S, records.PART_ROWS = 0.05, 50
+from sottovoce_eavesdropper import writing
+writing._PART_S, writing.PART_ROWS = 0.05, 50
 async def main():
     file = await captured(sys.argv[1], [], close=False)
     task = asyncio.ensure_future(file.write_parts())
@@ -205,7 +205,7 @@ async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
     file, loop = await captured(tmp_path / "cap", [], close=False), asyncio.get_running_loop()
     begun, due, enough = [loop.time()], list[float](), asyncio.Event()
 
-    async def flush(_: records.CaptureFile) -> None:
+    async def flush(_: writing.CaptureFile) -> None:
         begun.append(loop.time())
         await asyncio.sleep(0.05)
         file._full.set()
@@ -216,16 +216,16 @@ async def test_a_part_is_due_a_second_after_the_last_one_was_begun(
             enough.set()
         return asyncio.Timeout(None)
 
-    monkeypatch.setattr(records.CaptureFile, "flush", flush)
+    monkeypatch.setattr(writing.CaptureFile, "flush", flush)
     monkeypatch.setattr(asyncio, "timeout_at", until)
     file._full.set()
     async with asyncio.timeout(PATIENCE_S):
-        writing = asyncio.ensure_future(file.write_parts())
+        running = asyncio.ensure_future(file.write_parts())
         await enough.wait()
-        writing.cancel()
-        await asyncio.wait([writing])
+        running.cancel()
+        await asyncio.wait([running])
     monkeypatch.undo()
-    assert all(when <= since + records._PART_S for when, since in zip(due[1:], begun[1:], strict=False))
+    assert all(when <= since + writing._PART_S for when, since in zip(due[1:], begun[1:], strict=False))
     await file.close()
 
 

@@ -23,7 +23,7 @@ from sottovoce_client.transcripts.verify import verify
 from sottovoce_core.errors import NotReady, StrangerError, Unavailable
 from sottovoce_core.running.policy import Policy
 from sottovoce_core.spec import RunSpec
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_learner import session
 from sottovoce_learner.peers.connection import _hello, _require_itself
 from sottovoce_learner.session import Session

@@ -35,10 +35,10 @@ from sottovoce_eavesdropper.lookout import Gaps, Lookout, Row
 from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.recording import resumed
-from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
+from sottovoce_eavesdropper.writing import CaptureFile, part_number
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.codec import RoundCodec

@@ -170,7 +170,7 @@ async def test_a_storage_error_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
 
     spec = small_spec(ROUNDS, NAMES, capture="relay")
     async with network(tmp_path, NAMES) as up, told(up) as at:
-        monkeypatch.setattr("sottovoce_eavesdropper.records.CaptureFile._write", full)
+        monkeypatch.setattr("sottovoce_eavesdropper.writing.CaptureFile._write", full)
         await up.run(spec, made_up(spec))
         found = await until(at, lambda found: found["sottovoce_eavesdropper_captures_open"] == 0)
     assert found["sottovoce_eavesdropper_storage_errors_total"] == 1

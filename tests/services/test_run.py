@@ -19,7 +19,7 @@ import structlog
 from sottovoce_client.running import feeder as feeders
 from sottovoce_client.running.feeder import batch_of
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
-from sottovoce_coordinator.clock import RoundClock
+from sottovoce_coordinator.round_clock import RoundClock
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.data import PlacedData, load_dataset

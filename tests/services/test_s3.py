@@ -22,11 +22,11 @@ import pytest_asyncio
 from sottovoce_client.running.feeder import feed
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.experiment import Prepared, prepare
-from sottovoce_eavesdropper import records
+from sottovoce_eavesdropper import writing
 from sottovoce_eavesdropper.reading import Capture, find_captures, open_capture
-from sottovoce_eavesdropper.records import part_name, part_number
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.writing import part_name, part_number
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -58,7 +58,7 @@ async def store() -> AsyncIterator[Store]:
 
 async def test_what_is_written_there_is_read_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     let(monkeypatch, store.writer, store.endpoint)
-    monkeypatch.setattr(records, "PART_ROWS", 4)
+    monkeypatch.setattr(writing, "PART_ROWS", 4)
     await captured(f"{PLACE}/one", conversation(5))
     let(monkeypatch, store.reader, store.endpoint)
     (capture,) = await asyncio.to_thread(lambda: list(find_captures(open_folder(PLACE))))
@@ -200,7 +200,7 @@ async def test_what_a_store_missed_is_written_when_it_is_back(
 
 @pytest.mark.slow
 async def test_what_waits_for_a_store_is_bounded(store: Store, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_MOST_HELD", 2)
+    monkeypatch.setattr(writing, "_MOST_HELD", 2)
     rows = conversation(4)
     file = await captured(f"{PLACE}-gone/one", rows[:4], close=False)
     way.cut()

@@ -18,7 +18,7 @@ from sottovoce_core.errors import CaptureError, NotReady, Rule
 from sottovoce_core.spec import RunSpec
 from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_learner import session
 from sottovoce_learner.peers.outbox import Telling
 from sottovoce_learner.session import Session

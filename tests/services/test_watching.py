@@ -15,11 +15,11 @@ from sottovoce_core.algorithms.interface import Message
 from sottovoce_core.auditing.online.watch import Watch
 from sottovoce_core.running.run import build_run
 from sottovoce_core.running.transcript import KEPT, Assembly
-from sottovoce_eavesdropper import records
+from sottovoce_eavesdropper import writing
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
-from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.storage import Folder
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
@@ -80,7 +80,7 @@ async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
             assert may_end.wait(PATIENCE_S)
         describe(self)
 
-    monkeypatch.setattr(records, "_PART_S", PATIENCE_S)  # all is written in the end
+    monkeypatch.setattr(writing, "_PART_S", PATIENCE_S)  # all is written in the end
     monkeypatch.setattr(CaptureFile, "_write", write_slowly)
     monkeypatch.setattr(CaptureFile, "_describe", describe_slowly)
     async with network(tmp_path, NAMES) as up:

@@ -22,11 +22,11 @@ from sottovoce_client.transcripts.show import show
 from sottovoce_client.transcripts.verify import read
 from sottovoce_core.errors import CaptureError, StrangerError, Unavailable
 from sottovoce_core.running.policy import Policy
-from sottovoce_eavesdropper import records, wiretap
+from sottovoce_eavesdropper import wiretap, writing
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_eavesdropper.wiretap import Framing, Wiretap
+from sottovoce_eavesdropper.writing import CaptureFile
 from sottovoce_learner.peers import connection
 from sottovoce_learner.session import Session
 from sottovoce_rpc.credentials import Credentials
@@ -268,7 +268,7 @@ async def test_rows_that_hold_no_bytes_are_not_kept_without_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever says record after record of one byte waits until they are written."""
-    monkeypatch.setattr(records, "_MOST_HELD", 100)
+    monkeypatch.setattr(writing, "_MOST_HELD", 100)
     most = 0
 
     async with tapped(tmp_path) as (port, _, file):

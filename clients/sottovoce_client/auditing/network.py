@@ -48,8 +48,8 @@ from sottovoce_core.auditing.swaps import others
 from sottovoce_core.auditing.views import Conversation
 from sottovoce_core.errors import SottovoceError, SpecError
 from sottovoce_core.experiment import Prepared
-from sottovoce_eavesdropper.records import Ciphertext
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.writing import Ciphertext
 
 # ---- on the network --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from sottovoce_client.auditing.worlds import Entry, as_audited
 from sottovoce_client.transcripts.provenance import seeded_noise
 from sottovoce_client.wording import plural
 from sottovoce_core.auditing.audit import Coins
-from sottovoce_core.auditing.channel_tests import WHOLE, Starts
+from sottovoce_core.auditing.coin_tests import WHOLE, Starts
 from sottovoce_core.auditing.likelihood import Ratios, ratios
 from sottovoce_core.auditing.plan import AuditPlan
 from sottovoce_core.auditing.worlds import Recording

@@ -384,7 +384,7 @@ def spec_values(
     filled in about those elsewhere.
     """
     from sottovoce_client import terminal
-    from sottovoce_client.chart import as_yaml, chart_values
+    from sottovoce_client.helm import as_yaml, chart_values
     from sottovoce_core.spec import load_spec
 
     values = chart_values([load_spec(spec) for spec in specs], own or (), coordinator=with_coordinator)

@@ -1,6 +1,6 @@
 """What was said, for SQL: captures and simulated transcripts as two tables in a database that lasts as long as a query.
 
-- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.records`).
+- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.writing`).
 - `said`: `run, world, replica, round, sender, field, value`, each message once, whoever heard it: those of captures decoded,
   and those of a simulator's transcripts. What cannot be decoded is not in it.
 

@@ -17,8 +17,8 @@ from sottovoce_core.auditing.online.seen import SIZE, Keys
 from sottovoce_core.errors import CaptureError
 from sottovoce_core.yaml_files import parse_yaml
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.writing import part_number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel

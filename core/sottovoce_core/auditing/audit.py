@@ -18,7 +18,7 @@ import numpy as np
 from sottovoce_core.arrays import FloatArray, IntArray
 from sottovoce_core.auditing.blackbox import VIEWS, Attack, attack, number_views
 from sottovoce_core.auditing.bounds import Bound, Test
-from sottovoce_core.auditing.channel_tests import (
+from sottovoce_core.auditing.coin_tests import (
     PairRuns,
     Starts,
     calibration,

@@ -1,7 +1,7 @@
 """The outbox: messages to neighbours, handed to a link each, copied where the run is mirrored, signed block by block.
 
 A link is the stream to one neighbour, whichever side opened it. It keeps the bytes of as many rounds as the neighbour may lack,
-exactly as they were journaled, and the signatures that stand behind them. When a stream is opened (again), the neighbour names
+exactly as they stand in the log (`storage/run_log.py`: a message is durable before it comes here), and their signatures. When a stream is opened (again), the neighbour names
 the first round it has not heard, and the link goes on from there with the same bytes; the signature before that may not have
 come, and is said again in any case. What comes from neighbours is in `inbox.py`.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from sottovoce_core.arrays import Batch
 from sottovoce_core.errors import DataError
 from sottovoce_core.spec import RunSpec
-from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.ingest.intake import Intake
 from sottovoce_learner.storage.state_folder import KEPT, Files
 from sottovoce_learner.storage.wal import Kind, Reading, Said, read_log
 from sottovoce_wire.v1 import learner_pb2

@@ -19,7 +19,7 @@ import numpy as np
 
 from sottovoce_core.errors import DataError
 from sottovoce_core.running.run import Run
-from sottovoce_learner.ingest.queue import Taken
+from sottovoce_learner.ingest.intake import Taken
 from sottovoce_learner.peers.outbox import Own
 from sottovoce_learner.storage.state_folder import FORMAT, require_format
 from sottovoce_learner.storage.wal import Reading

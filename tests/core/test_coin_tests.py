@@ -10,7 +10,7 @@ import pytest
 from sottovoce_core.arrays import FloatArray
 from sottovoce_core.auditing.blackbox import attack
 from sottovoce_core.auditing.bounds import BLIND, Levels
-from sottovoce_core.auditing.channel_tests import PairRuns, channel_tests, learned_tests
+from sottovoce_core.auditing.coin_tests import PairRuns, channel_tests, learned_tests
 
 Generator = np.random.Generator
 

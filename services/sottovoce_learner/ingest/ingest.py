@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sottovoce_core.errors import NotReady
-from sottovoce_learner.ingest.queue import Intake
+from sottovoce_learner.ingest.intake import Intake
 from sottovoce_learner.progress import ROOM_S, Grants, Lifecycle, Room, Waits
 from sottovoce_learner.role import Role
 from sottovoce_learner.storage.run_log import RunLog
