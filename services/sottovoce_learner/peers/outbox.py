@@ -1,9 +1,10 @@
 """The outbox: messages to neighbours, handed to a link each, copied where the run is mirrored, signed block by block.
 
-A link is the stream to one neighbour, whichever side opened it. It keeps the bytes of as many rounds as the neighbour may lack,
-exactly as they stand in the log (`storage/run_log.py`: a message is durable before it comes here), and their signatures. When a stream is opened (again), the neighbour names
-the first round it has not heard, and the link goes on from there with the same bytes; the signature before that may not have
-come, and is said again in any case. What comes from neighbours is in `inbox.py`.
+A message is in the log, durable, before it comes here (`storage/run_log.py`). A link is the stream to one neighbour, whichever
+side opened it. It keeps the bytes of as many rounds as the neighbour may lack, exactly as they stand in the log, and their
+signatures. When a stream is opened (again), the neighbour names the first round it has not heard, and the link goes on from there
+with the same bytes; the signature before that may not have come, and is said again in any case. What comes from neighbours is in
+`inbox.py`.
 """
 
 from __future__ import annotations
