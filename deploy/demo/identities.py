@@ -30,9 +30,9 @@ def main(domain: str, *everybody: str) -> None:
         folder = IDENTITIES / whom.replace("/", "-")
         _give(folder, 0)
         if not (folder / "tls.crt").exists():
-            ends = authority.issue(whom, folder).ends
+            ends = authority.issue(whom, folder).not_valid_after_utc
         elif (ends := certificate_of(folder).not_valid_after_utc) < datetime.now(UTC) + timedelta(days=USUAL_DAYS / 2):
-            ends = authority.renew(folder).ends
+            ends = authority.renew(folder).not_valid_after_utc
         _give(folder, int(user or USER))
         print(f"{whom}: until {ends:%Y-%m-%d}", flush=True)
 

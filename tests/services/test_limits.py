@@ -28,7 +28,7 @@ from sottovoce_core.spec import MOST_ABSENCES
 from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_learner import session
+from sottovoce_learner import opening
 from sottovoce_learner.config import max_message_bytes
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import access, server
@@ -146,7 +146,7 @@ def test_a_learner_is_sent_no_longer_messages_than_its_policy_has_models() -> No
 async def test_a_run_of_longer_messages_than_a_learner_takes_is_refused(
     up: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "max_message_bytes", lambda policy: 10)
+    monkeypatch.setattr(opening, "max_message_bytes", lambda policy: 10)
     run = await up.start(small_spec(5, ["ann"]), 3)
     end = await up.end(run.run_id)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
