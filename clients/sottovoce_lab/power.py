@@ -191,5 +191,5 @@ def _page(found: Sequence[Power], services: Sequence[Power], most: int, seed: in
 
 def _lines(heads: Sequence[str], found: Iterable[Power]) -> list[str]:
     """A table as Markdown."""
-    rows = [heads, ["---"] * 3 + ["---:"] * (len(heads) - 3), *map(_row, found)]
-    return [f"| {' | '.join(cells)} |" for cells in rows]
+    head, *rows = [f"| {' | '.join(cells)} |" for cells in (heads, *map(_row, found))]
+    return [head, f"|{'---|' * 3}{'---:|' * (len(heads) - 3)}", *rows]

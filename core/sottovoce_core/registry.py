@@ -233,8 +233,8 @@ class Registry(Generic[SectionT]):
         """Any of the built-in classes; a word where a class needs no more fields."""
         classes = {name: self.find(name) for name in self.built_in}
         listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
-        for each in map(handler.resolve_ref_schema, listed):
-            each["title"] = each["title"].removeprefix("_")
+        for model, each in zip(dict.fromkeys(classes.values()), map(handler.resolve_ref_schema, listed), strict=True):
+            each["title"] = model.__name__.removeprefix("_")
             kind = each["properties"][self.key].get("const")
             each["required"] = list(
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
