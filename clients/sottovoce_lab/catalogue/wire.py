@@ -68,9 +68,9 @@ def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatAr
 
 
 def _some_are_zero(plan: AuditPlan) -> bool:
-    """Whether a number of a gradient is zero in some run of either world."""
-    looked = (_look_inside(plan, Share(world, SEEN, plan.seeds.audited)) for world in (0, 1))
-    return any(bool(np.any(each.gradients == 0.0)) for each in looked)
+    """Whether a number of a gradient is zero in some run of some pair of worlds."""
+    shares = (Share(world, SEEN, pair.seeds.audited, k) for k, pair in enumerate(plan.pairs) for world in (0, 1))
+    return any(bool(np.any(_look_inside(plan, share).gradients == 0.0)) for share in shares)
 
 
 def _packed(inside: _Inside) -> FloatArray:
