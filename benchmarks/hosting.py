@@ -288,7 +288,7 @@ async def done(stub: learner_pb2_grpc.LearnerAsyncStub) -> int:
     Raises:
         SottovoceError: it is no longer in the run.
     """
-    status = (await stub.Status(learner_pb2.StatusRequest(), timeout=CALL_S)).status
+    status = (await stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=CALL_S)).status
     if status.state not in (*OPEN, learner_pb2.LEARNER_STATE_FINISHED):
         raise SottovoceError(f"{status.learner} stopped in round {status.rounds_done}: {status.detail}")
     return int(status.rounds_done)

@@ -186,7 +186,7 @@ class Ring:
         """
         then, before = time.monotonic(), 0
         while True:
-            status = (await self.stub.Status(learner_pb2.StatusRequest(), timeout=CALL_S)).status
+            status = (await self.stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=CALL_S)).status
             now = time.monotonic()
             self._check(status)
             if status.rounds_done >= target:

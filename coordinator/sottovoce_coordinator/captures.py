@@ -100,7 +100,7 @@ class Captures:
 
     async def sent(
         self, run_id: str = "", learners: Sequence[str] = (), patience_s: float = _TAKEN_UP_S
-    ) -> Sequence[eavesdropper_pb2.Sent]:
+    ) -> Sequence[eavesdropper_pb2.SentRounds]:
         """How far learners were in captured runs; nothing where there is no eavesdropper.
 
         Args:
@@ -113,9 +113,9 @@ class Captures:
         """
         if self.address is None:
             return ()
-        request = eavesdropper_pb2.ListSentRequest(run_id=run_id, learners=learners)
-        answer: eavesdropper_pb2.ListSentResponse = await self._ask("ListSent", request, patience_s)
-        return answer.sent
+        request = eavesdropper_pb2.ListSentRoundsRequest(run_id=run_id, learners=learners)
+        answer: eavesdropper_pb2.ListSentRoundsResponse = await self._ask("ListSentRounds", request, patience_s)
+        return answer.sent_rounds
 
     async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
         """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""

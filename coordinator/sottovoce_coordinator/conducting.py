@@ -30,7 +30,7 @@ from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerStatus, Waiting, misconduct_in_words
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
-from sottovoce_wire.v1.coordinator_pb2 import Misconduct, Stop
+from sottovoce_wire.v1.coordinator_pb2 import Violation, Stop
 
 log = structlog.get_logger()
 
@@ -150,7 +150,7 @@ class Conductor:
     # ---- learners -----------------------------------------------------------------------------------------
 
     def hear(
-        self, course: Course, status: LearnerStatus, waiting: Waiting | None, noticed: Sequence[Misconduct] = ()
+        self, course: Course, status: LearnerStatus, waiting: Waiting | None, noticed: Sequence[Violation] = ()
     ) -> None:
         """A learner's progress, and what it has noticed of its neighbours."""
         book = course.book
@@ -172,7 +172,7 @@ class Conductor:
         self._back(course, index, member)
         ours = member.said.run_id == book.run_id
         if ours:
-            book.clock.resume(max(member.said.granted, member.claim.journaled or 0))
+            book.clock.resume(max(member.said.lease_until_round, member.claim.journaled or 0))
         if course.resting:
             self._rest_one(course, index, member if ours else None)
             return
@@ -183,10 +183,10 @@ class Conductor:
     def _rest_one(self, course: Course, index: int, member: Member | None) -> None:
         """A learner is there again while all rest; None: as one that is not in the run."""
         book = course.book
-        if member is not None and member.said.granted:  # only its stream broke: it may speak until it is told to rest
+        if member is not None and member.said.lease_until_round:  # only its stream broke: it may speak until it is told to rest
             book.unsure.add(index)
         else:
-            said, closed = (None, False) if member is None else (member.claim.journaled, member.said.closed)
+            said, closed = (None, False) if member is None else (member.claim.journaled, member.said.last_round_learned)
             book.rest(index, said, closed)
         self._members.tell(book.run_id, {book.run.spec.names[index]: [RESTING]})
         course.heard.set()
@@ -385,7 +385,7 @@ class Conductor:
         for name in here:
             own = book.index[name]
             told = (
-                [Stop(reason="the run goes on without this learner", over=True)]
+                [Stop(reason="the run goes on without this learner", final=True)]
                 if own in book.lost
                 else book.briefing(own)
             )

@@ -19,7 +19,7 @@ from sottovoce_rpc.learner_status import RULES, LearnerStatus
 from sottovoce_rpc.specs import next_look, run_named, spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
 from sottovoce_wire.v1.coordinator_pb2 import Stop
-from sottovoce_wire.v1.eavesdropper_pb2 import Sent
+from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 MOST_RUNS = 32
 """Runs that are remembered, beside those that are under way."""
@@ -98,7 +98,7 @@ class Course:
                 coordinator_pb2.Participant(
                     address=address,
                     status=status.to_wire(),
-                    away_since=_timestamp(book.away[i])
+                    disconnected_at=_timestamp(book.away[i])
                     if i in book.away.keys() - book.lost and not book.ended
                     else None,
                 )
@@ -111,7 +111,7 @@ class Course:
             durable=self.durable,
             capture_error=self._capture_error or ("" if book.ended else self.unheard),
             attempt=book.attempt,
-            misconduct=book.misconduct.values(),
+            violations=book.misconduct.values(),
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -151,7 +151,7 @@ class Course:
             book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
         book.restore(RunState.of(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
-        book.misconduct = {(each.noticed_by, each.learner): each for each in view.misconduct if each.rule in RULES}
+        book.misconduct = {(each.reporter, each.learner): each for each in view.violations if each.kind in RULES}
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 
@@ -205,16 +205,16 @@ class Courses:
         run = self._runs.get(run_id)
         return run if isinstance(run, Course) and learner in run.book.index else None
 
-    def sent(self, learners: Collection[str]) -> dict[str, list[Sent]]:
+    def sent(self, learners: Collection[str]) -> dict[str, list[SentRounds]]:
         """How far learners were in the runs that are remembered and over, by name."""
-        found: dict[str, list[Sent]] = {name: [] for name in learners}
+        found: dict[str, list[SentRounds]] = {name: [] for name in learners}
         for run_id, run in self._runs.items():
             view = run.view()
             for each in view.learners if view.HasField("ended_at") else ():
-                name, rounds = each.status.learner, each.status.rounds_said
+                name, rounds = each.status.learner, each.status.rounds_committed
                 if rounds and name in found:
                     # The moment counts for what an owner charged meanwhile: after that, its learner is in this run no more.
-                    found[name].append(Sent(run_id=run_id, learner=name, rounds=rounds, last_at=view.started_at))
+                    found[name].append(SentRounds(run_id=run_id, learner=name, rounds=rounds, last_at=view.started_at))
         return found
 
     @property

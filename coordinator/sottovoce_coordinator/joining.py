@@ -116,7 +116,7 @@ class Members:
         return self._here[name]
 
     async def admit(
-        self, member: Member, events: AsyncIterator[coordinator_pb2.Event], context: Context, *, journaled: int
+        self, member: Member, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context, *, journaled: int
     ) -> None:
         """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
 
@@ -133,13 +133,13 @@ class Members:
         now = known.admit(claim, live=member.name in self._here, journaled=journaled)
         self._remember(member.name, now)
         if not claim.rejoins:
-            await context.write(to_wire("", coordinator_pb2.Issued(incarnation=now.issued), member.origin))
+            await context.write(to_wire("", coordinator_pb2.IncarnationIssued(incarnation=now.issued), member.origin))
             event = await _next(events, "a confirmation")
-            if event is None or event.WhichOneof("event") != "confirmation":
+            if event is None or event.WhichOneof("message") != "incarnation_stored":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
-            now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
+            now = self._known[member.name].confirm(claim, event.incarnation_stored.incarnation)
             self._remember(member.name, now)
-        member.tell("", coordinator_pb2.Confirmed(incarnation=now.confirmed))
+        member.tell("", coordinator_pb2.IncarnationConfirmed(incarnation=now.confirmed))
 
     def _require_room(self, name: str) -> None:
         """Refuse a learner beyond those that a coordinator serves.
@@ -291,7 +291,7 @@ def require_named(learner: str) -> None:
 
 
 async def introduced(
-    events: AsyncIterator[coordinator_pb2.Event], origin: Origin, caller: Principal | None = None
+    events: AsyncIterator[coordinator_pb2.LearnerMessage], origin: Origin, caller: Principal | None = None
 ) -> Member:
     """Who opened a stream.
 
@@ -305,7 +305,7 @@ async def introduced(
         RemoteProtocolError: it does not say, or by a name or an address that is none.
     """
     first = await _next(events, "an introduction")
-    if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
+    if first is None or first.WhichOneof("message") != "introduction" or not first.introduction.learner:
         raise RemoteProtocolError("a learner must introduce itself first, by its name")
     name, address = first.introduction.learner, first.introduction.address
     if re.fullmatch(LEARNER_NAME, name) is None:
@@ -315,8 +315,8 @@ async def introduced(
     if len(address) > _LONGEST_ADDRESS:
         raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")
     said = first.introduction
-    journaled = said.journaled if said.run_id else None
-    claim = Claim(name, said.store, said.incarnation, said.rejoins, journaled)
+    journaled = said.rounds_committed if said.run_id else None
+    claim = Claim(name, said.store_id, said.incarnation, said.is_reconnect, journaled)
     if said.term > MOST_STARTS:
         raise RemoteProtocolError(
             f"a term is one more at each start of a coordinator, at most {MOST_STARTS}, got {said.term}"
@@ -324,7 +324,7 @@ async def introduced(
     return Member(said, claim, origin)
 
 
-async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:
+async def _next(events: AsyncIterator[coordinator_pb2.LearnerMessage], what: str) -> coordinator_pb2.LearnerMessage | None:
     """What a learner says next; None: nothing more.
 
     Raises:

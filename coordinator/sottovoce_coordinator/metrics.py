@@ -60,7 +60,7 @@ def readings(runs: Iterable[Course | KeptRun], members: Members, refused: Mappin
     yield from _states(runs)
     yield from _failed(runs)
     yield from _under_way([course for course in courses if not course.book.ended])
-    rules = Counter(RULES[each.rule].name.lower() for course in courses for each in course.book.misconduct.values())
+    rules = Counter(RULES[each.kind].name.lower() for course in courses for each in course.book.misconduct.values())
     for rule, count in rules.items():
         yield _MISCONDUCT.of(count, rule)
     yield _JOINED.of(len(members))

@@ -24,8 +24,8 @@ from sottovoce_rpc.learner_status import (
 )
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, Stop, TopologyEpoch
-from sottovoce_wire.v1.eavesdropper_pb2 import Sent
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Violation, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 
 class RunState(Enum):
@@ -105,11 +105,11 @@ class RunBook:
     away: dict[int, datetime] = field(default_factory=dict)
     losing: set[int] = field(default_factory=set)
     unsure: set[int] = field(default_factory=set)
-    misconduct: dict[tuple[int, int], Misconduct] = field(default_factory=dict)
+    misconduct: dict[tuple[int, int], Violation] = field(default_factory=dict)
     reserved: int = 0
     digests: Digests = field(init=False)
     first: list[int] = field(init=False)
-    earlier: dict[int, tuple[Sent, ...]] = field(default_factory=dict)
+    earlier: dict[int, tuple[SentRounds, ...]] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -227,16 +227,16 @@ class RunBook:
         """Of all learners, by index, at the start."""
         return [[self.assignment(i), self._epoch(i), self._grant(0)] for i in range(len(self.addresses))]
 
-    def go_on(self) -> Grant:
+    def go_on(self) -> RoundLease:
         """What every learner is told when the grant has grown."""
         first, self._announced = self._announced, max(self._announced, self.clock.granted)
         return self._grant(first)
 
-    def _grant(self, first: int) -> Grant:
+    def _grant(self, first: int) -> RoundLease:
         """What is granted now, with a digest of the network of the rounds from `first` on, if it changes."""
         since, until = max(first, 1), self.clock.granted
         known = self.digests.of(since, until)
-        return Grant(until_round=until, since_round=since if known else 0, network_hash=known)
+        return RoundLease(until_round=until, from_round=since if known else 0, network_hash=known)
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
@@ -246,7 +246,7 @@ class RunBook:
             index=index,
             mirror_address=self.overhearing.mirror,
             attempt=self.attempt,
-            earlier=self.earlier.get(index, ()),
+            earlier_runs=self.earlier.get(index, ()),
         )
 
     def _epoch(self, index: int) -> TopologyEpoch:
@@ -260,7 +260,7 @@ class RunBook:
                 # Who has not joined yet has none.
                 address=self.addresses[j] and relays.get((index, j), self.addresses[j]),
                 weight=heard.get(j, 0.0),
-                told=j in told,
+                is_recipient=j in told,
                 relayed=self.run.spec.capture != "wiretap" and (index, j) in relays,  # behind a wiretap is j itself
             )
             for j in sorted({*heard, *told, *self._ever[index]})
@@ -269,11 +269,11 @@ class RunBook:
 
     def stop(self) -> Stop:
         """The end. What a failed run has left stays where it is."""
-        return Stop(reason=self.detail, over=self.state is not RunState.FAILED)
+        return Stop(reason=self.detail, final=self.state is not RunState.FAILED)
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
-    def report(self, status: LearnerStatus, waiting: Waiting | None = None, noticed: Sequence[Misconduct] = ()) -> bool:
+    def report(self, status: LearnerStatus, waiting: Waiting | None = None, noticed: Sequence[Violation] = ()) -> bool:
         """Take in a report; True when the grant has grown."""
         index = self.index[status.learner]
         if index in self.lost:
@@ -296,12 +296,12 @@ class RunBook:
             self._progress(index)
         return self.clock.granted > before
 
-    def _note(self, by: int, noticed: Sequence[Misconduct]) -> None:
+    def _note(self, by: int, noticed: Sequence[Violation]) -> None:
         """What a learner has noticed of its neighbours; what it says of others, or of unknown rules, is passed over."""
         for each in noticed:
-            if each.learner in self._ever[by] and each.rule in RULES:
+            if each.learner in self._ever[by] and each.kind in RULES:
                 t, known = min(each.round, self.run.spec.rounds), known_by(each).value
-                found = Misconduct(learner=each.learner, round=t, rule=each.rule, known_by=known, noticed_by=by)
+                found = Violation(learner=each.learner, round=t, kind=each.kind, attribution=known, reporter=by)
                 self.misconduct.setdefault((by, each.learner), found)
         if self.misconduct:
             self._enforce()
@@ -345,7 +345,7 @@ class RunBook:
         self.clock.resume(max(each.rounds_said for each in statuses))
         self._announced = max(self._announced, self.clock.granted)
 
-    def recall(self, sent: Sent) -> None:
+    def recall(self, sent: SentRounds) -> None:
         """A learner has sent so much at least: one that knows less has an old state folder, and is not taken back."""
         if (index := self.index.get(sent.learner)) is not None:
             status = self.statuses[index]

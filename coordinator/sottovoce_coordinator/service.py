@@ -127,7 +127,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     # ---- learners -----------------------------------------------------------------------------------------
 
-    async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
+    async def Join(self, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
         with self._counting():
             member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
@@ -199,20 +199,20 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             reason="its coordinator does not know the run: it was started again without --state, or with another one"
         )
 
-    def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
+    def _hear(self, member: Member, event: coordinator_pb2.LearnerMessage) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
 
         Raises:
             StrangerError: it reports in another one's name.
         """
-        if event.WhichOneof("event") != "report":
+        if event.WhichOneof("message") != "report":
             return
         status = LearnerStatus.from_wire(event.report.status)
         if status.learner != member.name:
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._courses.with_learner(status.run_id, member.name)
         if course is not None and event.report.attempt == course.book.attempt:
-            self._conductor.hear(course, status, Waiting.from_wire(event.report), event.report.misconduct)
+            self._conductor.hear(course, status, Waiting.from_wire(event.report), event.report.violations)
         elif course is not None:
             self._conductor.rests(course, status)
 

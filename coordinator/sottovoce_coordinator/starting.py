@@ -29,7 +29,7 @@ from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import check_size, plan_hash, require_run_id, spec_from_wire
 from sottovoce_rpc.tasks import Tell, if_long
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.eavesdropper_pb2 import Sent
+from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 log = structlog.get_logger()
 
@@ -115,7 +115,7 @@ class Starter:
         self._conductor.begin(course, briefings)
         return course
 
-    async def _earlier(self, spec: RunSpec) -> dict[int, tuple[Sent, ...]]:
+    async def _earlier(self, spec: RunSpec) -> dict[int, tuple[SentRounds, ...]]:
         """What is known of the learners in earlier runs: here, or, of learners that are new here, by the captures of others.
 
         Raises:
@@ -359,5 +359,5 @@ def _recovered(run_id: str, run: Run, n_features: int, told: Sequence[Member], n
         for each, rounds in zip(told, said, strict=True)
     ]
     book.restore(RunState.RUNNING if any(said) else RunState.CONNECTING, statuses, now)
-    book.clock.resume(max(each.said.granted for each in told))
+    book.clock.resume(max(each.said.lease_until_round for each in told))
     return book

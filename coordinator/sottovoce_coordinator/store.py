@@ -86,16 +86,16 @@ class KeptRun:
     def farewell(self) -> coordinator_pb2.Stop:
         """What a learner is told that comes back to it."""
         run = self.view()
-        return coordinator_pb2.Stop(reason=run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
+        return coordinator_pb2.Stop(reason=run.detail, final=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
     def taken_up(self, uncaptured: str) -> KeptRun:
         """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
         run = self.view()
-        begun = any(each.status.rounds_said for each in run.learners)
+        begun = any(each.status.rounds_committed for each in run.learners)
         run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
         run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
         run.ClearField("ended_at")
-        run.ClearField("misconduct")  # whoever takes it up knows of it
+        run.ClearField("violations")  # whoever takes it up knows of it
         for each in run.learners:
             if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
                 each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""

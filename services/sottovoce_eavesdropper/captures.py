@@ -24,7 +24,7 @@ from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
-from sottovoce_wire.v1.eavesdropper_pb2 import Sent
+from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class Captures:
         self._tasks = Tasks()
         self._opening: list[int] = []  # relays of captures that are being opened
         self._taking_up: dict[str, asyncio.Task[Recording | None]] = {}
-        self._known = dict[str, tuple[str, list[Sent]]]()  # of captures that are complete, by their names
+        self._known = dict[str, tuple[str, list[SentRounds]]]()  # of captures that are complete, by their names
 
     async def open(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
         """Begin a capture, with one relay or wiretap per route.
@@ -96,7 +96,7 @@ class Captures:
             raise NotFound(f"no capture {capture_id!r} here: {known}")
         return self.recordings[capture_id]
 
-    async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[Sent]:
+    async def sent(self, run_id: str, learners: Sequence[str], opener: str) -> list[SentRounds]:
         """How far learners were in captures of an opener, open or closed, of this process or of those before.
 
         Args:
@@ -113,15 +113,15 @@ class Captures:
                 await each.file.settle()
         return await asyncio.to_thread(self._sent, run_id, frozenset(learners), opener)
 
-    def _sent(self, run_id: str, learners: Collection[str], opener: str) -> list[Sent]:
-        folder, found = open_folder(self._folder), list[Sent]()
+    def _sent(self, run_id: str, learners: Collection[str], opener: str) -> list[SentRounds]:
+        folder, found = open_folder(self._folder), list[SentRounds]()
         for name in folder.names():
             if name.startswith(run_id and f"{run_id}-"):
                 whose, sent = self._known.get(name) or self._read_sent(folder, name)
                 found += sent if whose == opener else ()
         return [each for each in found if run_id in ("", each.run_id) and (not learners or each.learner in learners)]
 
-    def _read_sent(self, folder: Folder, name: str) -> tuple[str, list[Sent]]:
+    def _read_sent(self, folder: Folder, name: str) -> tuple[str, list[SentRounds]]:
         """Whose capture it is, and how far learners were in it; of a folder that is none, nothing."""
         try:
             capture = open_capture(folder.below(name))
@@ -248,18 +248,18 @@ async def _listening(
     return relays, addresses
 
 
-def _sent_of(capture: Capture) -> list[Sent]:
+def _sent_of(capture: Capture) -> list[SentRounds]:
     """How far learners were in a capture.
 
     Raises:
         CaptureError: it cannot be read.
     """
-    names, found = capture.names, list[Sent]()
+    names, found = capture.names, list[SentRounds]()
     for sender, (rounds, at) in sent_in(capture).items():
         if sender < len(names):
             last_at = Timestamp()
             last_at.FromNanoseconds(at)
-            found.append(Sent(run_id=capture.facts["run_id"], learner=names[sender], rounds=rounds, last_at=last_at))
+            found.append(SentRounds(run_id=capture.facts["run_id"], learner=names[sender], rounds=rounds, last_at=last_at))
     return found
 
 

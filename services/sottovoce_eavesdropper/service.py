@@ -162,9 +162,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         infos = [_info(each, ways=bool(request.run_id)) for each in files]
         return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
 
-    async def ListSent(
-        self, request: eavesdropper_pb2.ListSentRequest, context: Context
-    ) -> eavesdropper_pb2.ListSentResponse:
+    async def ListSentRounds(
+        self, request: eavesdropper_pb2.ListSentRoundsRequest, context: Context
+    ) -> eavesdropper_pb2.ListSentRoundsResponse:
         """How far learners were in captures of the caller, all that was recorded until now included."""
         if request.run_id:
             require_run_id(request.run_id)
@@ -172,7 +172,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             found = await self._captures.sent(request.run_id, request.learners, self._caller(context))
         except OSError as error:
             raise CaptureError(f"captures cannot be read: {error.strerror or error}") from None
-        return eavesdropper_pb2.ListSentResponse(sent=found)
+        return eavesdropper_pb2.ListSentRoundsResponse(sent_rounds=found)
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
@@ -252,8 +252,8 @@ def _info(file: CaptureFile, *, ways: bool = False) -> eavesdropper_pb2.CaptureI
         open=file.open,
         error=file.broken or "",
         gaps=file.gaps.missing if file.open else len(file.gaps.facts()),
-        ways=[
-            eavesdropper_pb2.Way(sender=sender, receiver=receiver, messages=messages, bytes=n_bytes)
+        channels=[
+            eavesdropper_pb2.ChannelTraffic(sender=sender, receiver=receiver, messages=messages, bytes=n_bytes)
             for (sender, receiver), (messages, n_bytes) in told
         ],
     )

@@ -32,7 +32,7 @@ _REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
 """Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
 _JITTER = secrets.SystemRandom()
 
-_JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
+_JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.LearnerMessage, coordinator_pb2.Command]
 
 
 class Following:
@@ -53,7 +53,7 @@ class Following:
         session: Callable[[], Session | None],
         known: Callable[[], Awaitable[dict[str, Any]]],
         obey: Callable[[str, Directive | None], Awaitable[None]],
-        report: Callable[[], coordinator_pb2.Event],
+        report: Callable[[], coordinator_pb2.LearnerMessage],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._session, self._known, self._obey = config, session, known, obey
@@ -194,7 +194,7 @@ class Following:
         if (session := self._session()) is not None:
             session.waits.coordinated(away=away)
 
-    def _require_newest(self, said: coordinator_pb2.Directive) -> None:
+    def _require_newest(self, said: coordinator_pb2.Command) -> None:
         """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
 
         Raises:
@@ -219,22 +219,22 @@ class Following:
         introduction = pb.Introduction(
             learner=own.learner,
             address=address,
-            store=own.store,
+            store_id=own.store,
             incarnation=own.incarnation,
-            rejoins=self._confirmed,
-            digests=True,
+            is_reconnect=self._confirmed,
+            accepts_network_hash=True,
             **await self._known(),
         )
-        await call.write(pb.Event(introduction=introduction))
+        await call.write(pb.LearnerMessage(introduction=introduction))
         told = await _answer(call)
-        if isinstance(told, pb.Issued) and not self._confirmed:
+        if isinstance(told, pb.IncarnationIssued) and not self._confirmed:
             try:
                 self.identity = own.issued(told.incarnation, self._config.state_folder)
             except OSError as error:
                 raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
-            await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
+            await call.write(pb.LearnerMessage(incarnation_stored=pb.IncarnationStored(incarnation=told.incarnation)))
             told = await _answer(call)
-        if told != pb.Confirmed(incarnation=self.identity.incarnation):
+        if told != pb.IncarnationConfirmed(incarnation=self.identity.incarnation):
             raise RemoteProtocolError(
                 f"the coordinator must confirm incarnation {self.identity.incarnation}, got {told}"
             )
@@ -264,10 +264,10 @@ class Following:
         return max(REPORT_S, learners / _REPORTS)
 
 
-async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:
+async def _told(call: _JoinCall) -> coordinator_pb2.Command | None:
     """The next directive; None: the stream has ended well."""
     said = await call.read()
-    return said if isinstance(said, coordinator_pb2.Directive) else None
+    return said if isinstance(said, coordinator_pb2.Command) else None
 
 
 async def _answer(call: _JoinCall) -> Directive | None:

@@ -108,7 +108,7 @@ def _traffic(name: str, status: LearnerStatus, session: Session, mirror: Mirror 
     yield _AWAY.of(0 if session.life.ended else sum(not link.attached.is_set() for link in met.values()), name)
     yield _RECONNECTS.of(sum(max(link.streams - 1, 0) for link in links), name, "neighbour")
     yield _BROKEN.of(status.rules_broken, name)
-    for rule, count in Counter(RULES[each.rule].name.lower() for each in session.hearing.misconduct).items():
+    for rule, count in Counter(RULES[each.kind].name.lower() for each in session.hearing.misconduct).items():
         yield _MISCONDUCT.of(count, name, rule)
 
 

@@ -37,7 +37,7 @@ from sottovoce_rpc.metrics import Reading
 from sottovoce_rpc.server import Service, start_server
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Neighbour, Stop, TopologyEpoch
 
 log = structlog.get_logger()
 
@@ -161,8 +161,8 @@ class Learner:
             role, said = session.role, session.status.rounds_said
             return {
                 "run_id": role.run_id,
-                "journaled": said,
-                "granted": session.grants.until,
+                "rounds_committed": said,
+                "lease_until_round": session.grants.until,
                 "term": 0 if session.life.ended else self._following.term,
                 "attempt": self._attempt,
                 "plan_hash": role.shared.plan_hash,
@@ -178,7 +178,7 @@ class Learner:
         if standing is None or (found := standing.under_way) is None:
             return {}
         line, closed = found
-        known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}
+        known = {"run_id": line.run_id, "rounds_committed": line.said, "attempt": self._attempt, "last_round_learned": closed}
         try:
             self.config.policy.require_code(json.loads(line.spec))
             spec = line.parsed(imports=self.config.allow_imports)
@@ -246,14 +246,14 @@ class Learner:
             raise NotReady("this learner is not in a run yet")
         return self._session
 
-    def _report(self) -> coordinator_pb2.Event:
+    def _report(self) -> coordinator_pb2.LearnerMessage:
         """What its coordinator is told of its run."""
         report = coordinator_pb2.Report(status=self.status.to_wire(), attempt=self._attempt)
         if self._refused is None and self._session is not None:
             if (waits := self._session.waiting) is not None:
-                report.waiting.CopyFrom(waits.to_wire())
-            report.misconduct.extend(self._session.hearing.misconduct)
-        return coordinator_pb2.Event(report=report)
+                report.wait.CopyFrom(waits.to_wire())
+            report.violations.extend(self._session.hearing.misconduct)
+        return coordinator_pb2.LearnerMessage(report=report)
 
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
@@ -263,9 +263,9 @@ class Learner:
                 await self._prepare(run_id, told)
             case TopologyEpoch() if session is not None:
                 self._meet(session, told)
-            case Grant() if session is not None:
+            case RoundLease() if session is not None:
                 session.grant(told)
-            case Stop(reason=reason, over=over):
+            case Stop(reason=reason, final=over):
                 log.info("told to stop", learner=self.config.name, run_id=run_id, reason=reason, over=over)
                 self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
@@ -307,7 +307,7 @@ class Learner:
             self._claim.require_in_place()
         self._attempt, self._stopped = told.attempt, ""
         role = Role.of(run_id, told, self._following.identity, self.config)
-        Ledger(self.config.state_folder).require_known(role.name, told.earlier)
+        Ledger(self.config.state_folder).require_known(role.name, told.earlier_runs)
         to = accepted(self.config.policy.eavesdroppers)
         mirror = (
             Mirror(run_id, told.index, told.mirror_address, self.config.credentials, to)
@@ -349,7 +349,7 @@ class Learner:
         session.plan.announce(
             epoch.first_round,
             {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
-            [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
+            [neighbour.index for neighbour in epoch.neighbours if neighbour.is_recipient],
         )
         for neighbour in epoch.neighbours:
             if neighbour.index > session.role.index:

@@ -60,10 +60,10 @@ class Face:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
             "Ingest": grpc.stream_stream_rpc_method_handler(self.ingest, pb.SampleBatch.FromString, write),
-            "Intake": grpc.unary_unary_rpc_method_handler(self.intake, pb.IntakeRequest.FromString, write),
+            "GetIntake": grpc.unary_unary_rpc_method_handler(self.intake, pb.GetIntakeRequest.FromString, write),
             "Predict": grpc.unary_unary_rpc_method_handler(self.predict, pb.PredictRequest.FromString, write),
-            "Ledger": grpc.unary_unary_rpc_method_handler(self.ledger, pb.LedgerRequest.FromString, write),
-            "Status": grpc.unary_unary_rpc_method_handler(self.status, pb.StatusRequest.FromString, write),
+            "GetLedger": grpc.unary_unary_rpc_method_handler(self.ledger, pb.GetLedgerRequest.FromString, write),
+            "GetStatus": grpc.unary_unary_rpc_method_handler(self.status, pb.GetStatusRequest.FromString, write),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
@@ -151,14 +151,14 @@ class Face:
             if session.life.dismissed and session.role.spec.data.live:
                 raise await session.life.over()
 
-    async def intake(self, request: learner_pb2.IntakeRequest, context: Context) -> learner_pb2.IntakeResponse:
+    async def intake(self, request: learner_pb2.GetIntakeRequest, context: Context) -> learner_pb2.GetIntakeResponse:
         """What whoever brings records needs before the first one."""
         async with answering(context):
             self._require(context, self._feeders)
             session = self._in_run()
             role, receipt = session.role, await _receipt(session, request.source)
             spec = spec_to_wire(role.spec)
-            return learner_pb2.IntakeResponse(
+            return learner_pb2.GetIntakeResponse(
                 run_id=role.run_id, spec=spec, n_features=role.n_features, receipt=receipt
             )
 
@@ -172,21 +172,21 @@ class Face:
             scores, labels, rounds = session.memory.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
 
-    async def ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
+    async def ledger(self, request: learner_pb2.GetLedgerRequest, context: Context) -> learner_pb2.GetLedgerResponse:
         """What all runs have cost."""
         async with answering(context):
             self._require(context, self._owners)
             lines = await asyncio.to_thread(Ledger(self._config.state_folder).lines, self._config.name)
-            return learner_pb2.LedgerResponse(
-                lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
-                own_budget=self._config.own_budget,
+            return learner_pb2.GetLedgerResponse(
+                entries=[learner_pb2.LedgerEntry(algorithm=line.algorithm, **asdict(line)) for line in lines],
+                owner_budget=self._config.own_budget,
             )
 
-    async def status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
+    async def status(self, request: learner_pb2.GetStatusRequest, context: Context) -> learner_pb2.GetStatusResponse:
         """How far it is."""
         async with answering(context):
             self._require(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)
-            return learner_pb2.StatusResponse(status=self._now().to_wire())
+            return learner_pb2.GetStatusResponse(status=self._now().to_wire())
 
 
 async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:

@@ -29,7 +29,7 @@ from sottovoce_learner.storage.run_log import RunLog, Snapshots
 from sottovoce_rpc.learner_status import Cause, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.logs import IN_THE_LOG, failure, worded_by_us
 from sottovoce_rpc.tasks import beside
-from sottovoce_wire.v1.coordinator_pb2 import Grant
+from sottovoce_wire.v1.coordinator_pb2 import RoundLease
 
 log = structlog.get_logger()
 
@@ -107,14 +107,14 @@ class Session:
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
-    def grant(self, grant: Grant) -> None:
+    def grant(self, grant: RoundLease) -> None:
         """More rounds may be run, as far as they are planned.
 
         Raises:
             RemoteProtocolError: an epoch of them is missing, or they are to be of another network.
         """
         until = min(grant.until_round, self.role.spec.rounds)
-        self.plan.agree(grant.since_round, until, grant.network_hash)
+        self.plan.agree(grant.from_round, until, grant.network_hash)
         self.plan.require(until)
         self.grants.extend(until, self.intake.filled)
         self.waits.wake()

@@ -87,9 +87,9 @@ ACCESS: Mapping[str, _Rule] = {
         *_ANY, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)", foreign=_NAMED
     ),
     f"{_LEARNER}/Predict": _OWNER,
-    f"{_LEARNER}/Ledger": _OWNER,
-    f"{_LEARNER}/Intake": _rule(*_ANY, condition="as `Ingest`", foreign=_NAMED),
-    f"{_LEARNER}/Status": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator", foreign=_NAMED),
+    f"{_LEARNER}/GetLedger": _OWNER,
+    f"{_LEARNER}/GetIntake": _rule(*_ANY, condition="as `Ingest`", foreign=_NAMED),
+    f"{_LEARNER}/GetStatus": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator", foreign=_NAMED),
     f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself", foreign="the same"),
     f"{_COORDINATOR}/StartRun": _RUNS,
     f"{_COORDINATOR}/StopRun": _RUNS,
@@ -104,7 +104,7 @@ ACCESS: Mapping[str, _Rule] = {
     f"{_EAVESDROPPER}/OpenCapture": _rule(Role.COORDINATOR, condition="resumed: the one that opened it"),
     f"{_EAVESDROPPER}/CloseCapture": _rule(Role.COORDINATOR, condition="the one that opened it"),
     f"{_EAVESDROPPER}/ListCaptures": _RUNS,
-    f"{_EAVESDROPPER}/ListSent": _rule(Role.COORDINATOR, condition="of captures that it opened"),
+    f"{_EAVESDROPPER}/ListSentRounds": _rule(Role.COORDINATOR, condition="of captures that it opened"),
     f"{_EAVESDROPPER}/StreamCapture": _RUNS,
     f"{_EAVESDROPPER}/Mirror": _rule(
         Role.LEARNER, condition="as itself, in the run that is captured", foreign="the same"

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sottovoce_core.errors import Unavailable
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Confirmed, Grant, Issued, Stop, TopologyEpoch
-from sottovoce_wire.v1.coordinator_pb2 import Directive as Envelope
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, IncarnationConfirmed, RoundLease, IncarnationIssued, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Command as Envelope
 
-Directive = Assignment | TopologyEpoch | Grant | Stop | Issued | Confirmed
+Directive = Assignment | TopologyEpoch | RoundLease | Stop | IncarnationIssued | IncarnationConfirmed
 
 _FIELDS: dict[type[Directive], str] = {
     Assignment: "assignment",
     TopologyEpoch: "epoch",
-    Grant: "grant",
+    RoundLease: "lease",
     Stop: "stop",
-    Issued: "issued",
-    Confirmed: "confirmed",
+    IncarnationIssued: "incarnation_issued",
+    IncarnationConfirmed: "incarnation_confirmed",
 }
 """Fields of the envelope, by what they hold."""
 
@@ -60,5 +60,5 @@ def to_wire(run_id: str, told: Directive, origin: Origin) -> Envelope:
 
 def from_wire(said: Envelope) -> Directive | None:
     """Take a directive out of its envelope; None: a directive of a newer coordinator, unknown here."""
-    name = said.WhichOneof("directive")
+    name = said.WhichOneof("command")
     return None if name is None else getattr(said, name)

@@ -10,7 +10,7 @@ from typing import Any
 from sottovoce_core.errors import Rule
 from sottovoce_core.text import plain
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Misconduct
+from sottovoce_wire.v1.coordinator_pb2 import Violation
 
 LONGEST_DETAIL = 4096
 """Characters of what a status says in words."""
@@ -142,7 +142,7 @@ class Waiting:
     @classmethod
     def from_wire(cls, report: coordinator_pb2.Report) -> Waiting | None:
         """Read it off a report; None: the learner waits for nothing, or for something that is unknown here."""
-        said = report.waiting
+        said = report.wait
         causes = {coordinator_pb2.WaitCause.Value(f"WAIT_CAUSE_{cause.name}"): cause for cause in Cause}
         cause = causes.get(said.cause)
         return None if cause is None else cls(said.round, cause, tuple(said.neighbours))
@@ -151,46 +151,46 @@ class Waiting:
 # ---- rules that its neighbours broke ---------------------------------------------------------------------------------
 
 
-RULES = {coordinator_pb2.Rule.Value(f"RULE_{rule.name}"): rule for rule in Rule}
+RULES = {coordinator_pb2.ViolationKind.Value(f"RULE_{rule.name}"): rule for rule in Rule}
 """Rules that are known here, by their number on the wire."""
 
 
 class KnownBy(Enum):
     """How a learner knows who spoke."""
 
-    NAME = coordinator_pb2.KNOWN_BY_NAME
+    NAME = coordinator_pb2.ATTRIBUTION_CLAIM
     """It said so, in the clear: anybody could."""
-    CERTIFICATE = coordinator_pb2.KNOWN_BY_CERTIFICATE
+    CERTIFICATE = coordinator_pb2.ATTRIBUTION_CERTIFICATE
     """It showed its own, and nobody is in between."""
-    RELAY = coordinator_pb2.KNOWN_BY_RELAY
+    RELAY = coordinator_pb2.ATTRIBUTION_RELAY
     """An eavesdropper showed its own, and passes on what the neighbour says, or something else."""
 
 
 _KNOWN_BY = {each.value: each for each in KnownBy}
 
 
-def known_by(said: Misconduct) -> KnownBy:
+def known_by(said: Violation) -> KnownBy:
     """How sure it is that it was the neighbour; where that is unknown here, it may have been a stranger."""
-    return _KNOWN_BY.get(said.known_by, KnownBy.NAME)
+    return _KNOWN_BY.get(said.attribution, KnownBy.NAME)
 
 
-def misconduct_in_words(said: Misconduct, names: Sequence[str]) -> str:
+def misconduct_in_words(said: Violation, names: Sequence[str]) -> str:
     """Misconduct in a run as people read it. It quotes nothing that came from the neighbour: no text, and no number.
 
     Args:
         said: of a rule that is known here.
         names: of the run's learners.
     """
-    whom, noticed_by = names[said.learner], names[said.noticed_by]
+    whom, noticed_by = names[said.learner], names[said.reporter]
     who = {
         KnownBy.NAME: f"somebody in the clear under the name of {whom}",
         KnownBy.CERTIFICATE: whom,
         KnownBy.RELAY: f"{whom}, or the relay in between,",
     }[known_by(said)]
-    return f"{who} said {RULES[said.rule].value} when round {said.round} was due, as {noticed_by} noticed"
+    return f"{who} said {RULES[said.kind].value} when round {said.round} was due, as {noticed_by} noticed"
 
 
 def misconduct_lines(run: coordinator_pb2.Run) -> tuple[str, ...]:
     """All misconduct that is known of a run, as people read it."""
     names = [each.status.learner for each in run.learners]
-    return tuple(misconduct_in_words(each, names) for each in run.misconduct if each.rule in RULES)
+    return tuple(misconduct_in_words(each, names) for each in run.violations if each.kind in RULES)

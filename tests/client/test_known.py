@@ -85,7 +85,7 @@ async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> N
         assert session.hearing.notice(1, Rule.EQUIVOCATION, KnownBy.NAME, ended=False)
         session.report()
         async for view in up.watch(session.role.run_id):
-            if view.misconduct:
+            if view.violations:
                 break
         await show_run(up.coordinator, session.role.run_id, console)
         await stop_run(up.coordinator, session.role.run_id, console)

@@ -120,7 +120,7 @@ def a_run() -> coordinator_pb2.Run:
     standing = coordinator_pb2.Participant(
         status=learner_pb2.LearnerStatus(learner=HOSTILE, detail=HOSTILE), address=HOSTILE
     )
-    standing.away_since.FromSeconds(1)
+    standing.disconnected_at.FromSeconds(1)
     return coordinator_pb2.Run(
         run_id=HOSTILE,
         detail=HOSTILE,

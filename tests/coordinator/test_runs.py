@@ -15,7 +15,7 @@ from sottovoce_core.network.weights import digest_of
 from sottovoce_core.running.run import build_run
 from sottovoce_rpc.learner_status import RULES, Cause, KnownBy, LearnerState, LearnerStatus, Waiting
 from sottovoce_rpc.specs import spec_from_wire
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Grant, Misconduct, Neighbour, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, RoundLease, Violation, Neighbour, TopologyEpoch
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -72,11 +72,11 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
 
     assert isinstance(assignment, Assignment)
     told = (
-        Neighbour(index=0, name="a", address="a:1", weight=weight[0], told=True),
-        Neighbour(index=2, name="c", address="relay:7", weight=weight[2], told=True, relayed=True),
+        Neighbour(index=0, name="a", address="a:1", weight=weight[0], is_recipient=True),
+        Neighbour(index=2, name="c", address="relay:7", weight=weight[2], is_recipient=True, relayed=True),
     )
     assert epoch == TopologyEpoch(neighbours=told)
-    assert grant == Grant()
+    assert grant == RoundLease()
 
 
 def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
@@ -90,7 +90,7 @@ def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
 def test_of_a_fixed_topology_there_is_nothing_to_compare() -> None:
     held = book()
     running(held)
-    assert held.go_on() == Grant(until_round=4)
+    assert held.go_on() == RoundLease(until_round=4)
 
 
 DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
@@ -110,7 +110,7 @@ def test_the_epoch_of_a_changing_topology_names_all_whom_a_learner_ever_talks_to
     for i in range(3):
         _, epoch, _ = held.briefing(i)
         assert isinstance(epoch, TopologyEpoch) and epoch.first_round == 0
-        told = [each.index for each in epoch.neighbours if each.told]
+        told = [each.index for each in epoch.neighbours if each.is_recipient]
         found.append(({each.index: each.weight for each in epoch.neighbours}, told))
     assert found == [({1: 0.0, 2: 0.0}, [1]), ({0: 0.5, 2: 0.0}, [2]), ({0: 0.0, 1: 0.5}, [])]
 
@@ -121,9 +121,9 @@ def test_grants_of_a_changing_topology_hold_a_digest_of_its_rounds() -> None:
     running(held)
     network = held.run.network
 
-    def granted(since: int, until: int) -> Grant:
+    def granted(since: int, until: int) -> RoundLease:
         known = digest_of(network.at(t).digest for t in range(since, until))
-        return Grant(until_round=until, since_round=since, network_hash=known)
+        return RoundLease(until_round=until, from_round=since, network_hash=known)
 
     assert held.go_on() == granted(1, 4)
     for name in "abc":
@@ -277,9 +277,9 @@ def triangle(policy: str) -> RunBook:
     return book(misconduct=policy, topology={"graph": "complete"})
 
 
-def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3, by: int | None = None) -> Misconduct:
+def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3, by: int | None = None) -> Violation:
     (rule,) = (number for number, rule in RULES.items() if rule is Rule.TURN)
-    return Misconduct(learner=learner, round=t, rule=rule, known_by=known_by.value, noticed_by=by)
+    return Violation(learner=learner, round=t, kind=rule, attribution=known_by.value, reporter=by)
 
 
 def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not() -> None:

@@ -163,7 +163,7 @@ async def main():
     own = Credentials(Path("/etc/sottovoce/identity"))
     async with channel("{whom}:7401", Role.LEARNER, "{whom}", credentials=own) as to:
         try:
-            await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=20)
+            await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=20)
             print("answered")
         except grpc.aio.AioRpcError as error:
             print(error.code().name)

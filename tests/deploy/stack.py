@@ -37,7 +37,7 @@ async def main(names):
     for name in names:
         async with channel(f"{name}:7401", Role.LEARNER, name, credentials=own) as to:
             try:
-                answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=20)
+                answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=20)
                 found[name] = MessageToDict(answer.status, preserving_proto_field_name=True)
             except grpc.aio.AioRpcError as error:
                 found[name] = {"error": f"{error.code().name}: {error.details()}"}

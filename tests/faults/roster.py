@@ -96,7 +96,7 @@ async def _until(stage: Stage, name: str, *states: LearnerState) -> None:
     """Until a learner is in one of these states, as it says itself."""
     while True:
         async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
-            answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
+            answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=ENDING_S)
         if LearnerStatus.from_wire(answer.status).state in states:
             return
         await asyncio.sleep(_LOOK_S)

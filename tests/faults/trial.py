@@ -212,7 +212,7 @@ async def _own(stage: Stage) -> tuple[int, ...]:
             found.append(-1)
             continue
         async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
-            answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
+            answer = await learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=ENDING_S)
         found.append(LearnerStatus.from_wire(answer.status).rounds_done)
     return tuple(found)
 

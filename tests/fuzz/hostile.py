@@ -99,7 +99,7 @@ def call(random: Random, house: str, known: Known) -> Call:
     method, kind, streams = random.choice(METHODS[house])
     many = random.choice((0, 1, 2, 3, 8)) if streams else 1
     payloads = [payload(random, kind, known) for _ in range(many)]
-    if kind is coordinator_pb2.Event and random.random() < 0.5:
+    if kind is coordinator_pb2.LearnerMessage and random.random() < 0.5:
         payloads = [*_introduction(random), *payloads]
     closes = random.random() < (0.5 if streams else 0.95)
     return Call(method, tuple(payloads), closes, random.choice((0.3, 3.0) if closes else (0.05, 0.3)))
@@ -108,11 +108,11 @@ def call(random: Random, house: str, known: Known) -> Call:
 def _introduction(random: Random) -> tuple[bytes, bytes]:
     """With which a learner is let in that nobody has seen before."""
     name = f"l{random.randrange(10**9)}"
-    said = coordinator_pb2.Introduction(learner=name, address="127.0.0.1:9", store=bytes(16))
-    confirmed = coordinator_pb2.Confirmation(incarnation=1)
+    said = coordinator_pb2.Introduction(learner=name, address="127.0.0.1:9", store_id=bytes(16))
+    confirmed = coordinator_pb2.IncarnationStored(incarnation=1)
     return (
-        coordinator_pb2.Event(introduction=said).SerializeToString(),
-        coordinator_pb2.Event(confirmation=confirmed).SerializeToString(),
+        coordinator_pb2.LearnerMessage(introduction=said).SerializeToString(),
+        coordinator_pb2.LearnerMessage(incarnation_stored=confirmed).SerializeToString(),
     )
 
 

@@ -225,7 +225,7 @@ async def _served(house: str, address: str) -> None:
             await captures.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
         else:
             own = learner_pb2_grpc.LearnerStub(to)
-            await own.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
+            await own.GetStatus(learner_pb2.GetStatusRequest(), timeout=PATIENCE_S)
 
 
 def _resident(pid: int) -> int:

@@ -13,7 +13,7 @@ from sottovoce_learner.progress import Grants
 from sottovoce_learner.role import Role
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Grant
+from sottovoce_wire.v1.coordinator_pb2 import RoundLease
 from tests.examples import ALLOWING, small_spec
 
 
@@ -60,14 +60,14 @@ async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: 
     """As long as more is granted than it has told, others are waited for; of what came meanwhile it tells when it is its turn."""
     fed = Fed(tmp_path, "data")
     assert [await fed.feed() for _ in range(3)] == [True, False, False]
-    fed.session.grant(Grant(until_round=1))
+    fed.session.grant(RoundLease(until_round=1))
     assert fed.reported
     assert [await fed.feed() for _ in range(2)] == [False, False]
-    fed.session.grant(Grant(until_round=2))
+    fed.session.grant(RoundLease(until_round=2))
     assert not fed.reported
-    fed.session.grant(Grant(until_round=3))
+    fed.session.grant(RoundLease(until_round=3))
     assert fed.reported
-    fed.session.grant(Grant(until_round=5))
+    fed.session.grant(RoundLease(until_round=5))
     assert not fed.reported  # it has told of five
     assert await fed.feed()
 

@@ -60,13 +60,13 @@ def test_a_wait_is_told_before_it_is_over() -> None:
 @pytest.mark.parametrize("cause", Cause)
 def test_what_is_waited_for_crosses_the_wire(cause: Cause) -> None:
     told = Waiting(7, cause, (1, 4))
-    report = coordinator_pb2.Report.FromString(coordinator_pb2.Report(waiting=told.to_wire()).SerializeToString())
+    report = coordinator_pb2.Report.FromString(coordinator_pb2.Report(wait=told.to_wire()).SerializeToString())
     assert Waiting.from_wire(report) == told
 
 
 def test_no_wait_and_one_that_is_unknown_here_are_none() -> None:
     assert Waiting.from_wire(coordinator_pb2.Report()) is None
-    assert Waiting.from_wire(coordinator_pb2.Report(waiting=coordinator_pb2.Wait(round=1))) is None
+    assert Waiting.from_wire(coordinator_pb2.Report(wait=coordinator_pb2.Wait(round=1))) is None
 
 
 def test_who_is_waited_for_is_named() -> None:

@@ -32,14 +32,14 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.address, self.joined = "", 0
         self.last: coordinator_pb2.Report | None = None
-        self._said: asyncio.Queue[coordinator_pb2.Directive] = asyncio.Queue()
+        self._said: asyncio.Queue[coordinator_pb2.Command] = asyncio.Queue()
         self._heard = asyncio.Event()
 
     def say(self, run_id: str, told: Directive) -> None:
         """Say a directive."""
         self._said.put_nowait(to_wire(run_id, told, Origin()))
 
-    def say_as_is(self, directive: coordinator_pb2.Directive) -> None:
+    def say_as_is(self, directive: coordinator_pb2.Command) -> None:
         """Say what is no directive of ours."""
         self._said.put_nowait(directive)
 
@@ -52,14 +52,14 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
         return self.last
 
     async def Join(  # noqa: N802 - the .proto names it
-        self, events: AsyncIterator[coordinator_pb2.Event], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[coordinator_pb2.Directive]:
+        self, events: AsyncIterator[coordinator_pb2.LearnerMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[coordinator_pb2.Command]:
         first = await anext(events)
         incarnation = max(first.introduction.incarnation, 1)
-        if not first.introduction.rejoins:
-            yield to_wire("", pb.Issued(incarnation=incarnation), Origin())
+        if not first.introduction.is_reconnect:
+            yield to_wire("", pb.IncarnationIssued(incarnation=incarnation), Origin())
             await anext(events)
-        yield to_wire("", pb.Confirmed(incarnation=incarnation), Origin())
+        yield to_wire("", pb.IncarnationConfirmed(incarnation=incarnation), Origin())
         self.joined += 1
         listening = asyncio.ensure_future(self._listen(events))
         try:
@@ -68,7 +68,7 @@ class Dictator(coordinator_pb2_grpc.CoordinatorServicer):
         finally:
             listening.cancel()
 
-    async def _listen(self, events: AsyncIterator[coordinator_pb2.Event]) -> None:
+    async def _listen(self, events: AsyncIterator[coordinator_pb2.LearnerMessage]) -> None:
         async for event in events:
             self.last = event.report
             self._heard.set()

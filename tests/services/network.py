@@ -222,7 +222,7 @@ class Network:
         """What a learner says of itself."""
         async with channel(self.addresses[name], Role.LEARNER, name, credentials=self.operator) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
-            answer = await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
+            answer = await stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=PATIENCE_S)
             return LearnerStatus.from_wire(answer.status)
 
     async def until(self, name: str, state: LearnerState, rounds: int = 0) -> None:

@@ -39,7 +39,7 @@ async def test_a_learner_that_is_gone_is_named_at_once_and_fails_the_run_at_its_
             views = [view async for view in up.watch(run.run_id)]
         feeding.cancel()  # it may wait for cleo still
         await asyncio.gather(feeding, return_exceptions=True)
-    away = [[each.status.learner for each in view.learners if each.HasField("away_since")] for view in views]
+    away = [[each.status.learner for each in view.learners if each.HasField("disconnected_at")] for view in views]
     assert ["cleo"] in away and views[away.index(["cleo"])].state == coordinator_pb2.RUN_STATE_RUNNING
     assert views[-1].state == coordinator_pb2.RUN_STATE_FAILED
     assert views[-1].detail.startswith("cleo is gone since round ")

@@ -64,10 +64,10 @@ OWN = {"learner/ann", "operator/alice"}
 """Ann's owners, as the network of these tests has it."""
 CONDITIONS = {
     f"{LEARNER}/Ingest": OWN | {"feeder/ann"},
-    f"{LEARNER}/Intake": OWN | {"feeder/ann"},
+    f"{LEARNER}/GetIntake": OWN | {"feeder/ann"},
     f"{LEARNER}/Predict": OWN,
-    f"{LEARNER}/Ledger": OWN,
-    f"{LEARNER}/Status": OWN | {"feeder/ann", "operator/bob", "coordinator/main", "coordinator/other"},
+    f"{LEARNER}/GetLedger": OWN,
+    f"{LEARNER}/GetStatus": OWN | {"feeder/ann", "operator/bob", "coordinator/main", "coordinator/other"},
 }
 """Of those in a fitting role, whom ann's owner has named."""
 
@@ -137,8 +137,8 @@ async def test_a_run_over_encrypted_channels(tmp_path: Path, capture: str) -> No
 async def test_a_learner_joins_as_itself(tmp_path: Path) -> None:
     ids = Identities(tmp_path / "ids")
     async with network(tmp_path, ["ann"], identities=ids) as up:
-        introduction = coordinator_pb2.Introduction(learner="ann", address="127.0.0.1:1", store=b"x" * 16)
-        said = coordinator_pb2.Event(introduction=introduction).SerializeToString()
+        introduction = coordinator_pb2.Introduction(learner="ann", address="127.0.0.1:1", store_id=b"x" * 16)
+        said = coordinator_pb2.LearnerMessage(introduction=introduction).SerializeToString()
         async with raw_channel(ids.at("learner/ben"), ids.at("learner/ben"), up.coordinator, host("coordinator")) as to:
             call: Any = to.stream_stream(f"{COORDINATOR}/Join")
             failure = await refused(call(iter([said]), timeout=PATIENCE_S))

@@ -24,7 +24,7 @@ from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Grant, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import RoundLease, TopologyEpoch
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, Network, network
@@ -237,8 +237,8 @@ async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(book: RunBook) -> Grant:
-        return Grant(until_round=book.clock.granted)
+    def forgetful(book: RunBook) -> RoundLease:
+        return RoundLease(until_round=book.clock.granted)
 
     monkeypatch.setattr(RunBook, "go_on", forgetful)
     spec: RunSpec = spec_of(TURNS)

@@ -25,7 +25,7 @@ from sottovoce_rpc.learner_status import LONGEST_DETAIL
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
-from sottovoce_wire.v1.coordinator_pb2 import Assignment, Confirmed, Grant, Issued, Neighbour, Stop, TopologyEpoch
+from sottovoce_wire.v1.coordinator_pb2 import Assignment, IncarnationConfirmed, RoundLease, IncarnationIssued, Neighbour, Stop, TopologyEpoch
 from tests.examples import ALLOWING, ALLOWING_FILE, made_up, small_spec
 from tests.gossip import Gossip, GossipSpec
 from tests.services.dictating import Dictator, changed, dictating
@@ -36,7 +36,7 @@ ROUNDS = 5
 SPEC = small_spec(ROUNDS, ["ann"])
 PLAN = Assignment(spec=spec_to_wire(SPEC), n_features=3)
 PAIR = small_spec(ROUNDS, ["ann", "ben"])
-NOWHERE = Neighbour(index=1, name="ben", address="127.0.0.1:1", weight=0.5, told=True)
+NOWHERE = Neighbour(index=1, name="ben", address="127.0.0.1:1", weight=0.5, is_recipient=True)
 MOST_32, MOST_64 = 2**32 - 1, 2**64 - 1
 
 
@@ -104,28 +104,28 @@ REFUSED: dict[str, tuple[Directive, ...]] = {
         TopologyEpoch(neighbours=[changed(NOWHERE, weight=math.nan)]),
     ),
     "an epoch of a round beyond all": (PLAN, TopologyEpoch(first_round=MOST_64)),
-    "a grant before an epoch": (PLAN, Grant(until_round=MOST_64)),
+    "a grant before an epoch": (PLAN, RoundLease(until_round=MOST_64)),
 }
 """By what is wrong, what is said about one run; the last of it is refused."""
 ODD: dict[str, tuple[Directive, ...]] = {
-    "no features": (changed(PLAN, n_features=0), TopologyEpoch(), Grant(until_round=ROUNDS)),
-    "a run that nobody began": (TopologyEpoch(neighbours=[NOWHERE]), Grant(until_round=MOST_64), Stop(over=True)),
-    "an end before all": (Stop(over=False), Stop(over=True), Stop(over=True)),
+    "no features": (changed(PLAN, n_features=0), TopologyEpoch(), RoundLease(until_round=ROUNDS)),
+    "a run that nobody began": (TopologyEpoch(neighbours=[NOWHERE]), RoundLease(until_round=MOST_64), Stop(final=True)),
+    "an end before all": (Stop(final=False), Stop(final=True), Stop(final=True)),
     "an address that is none": (
         changed(PLAN, spec=spec_to_wire(PAIR)),
         TopologyEpoch(neighbours=[changed(NOWHERE, address="\x00://[::")]),
-        Grant(until_round=MOST_64),
+        RoundLease(until_round=MOST_64),
     ),
-    "a mirror that is none": (changed(PLAN, mirror_address="\x00"), TopologyEpoch(), Grant(until_round=MOST_64)),
-    "another handshake": (Issued(incarnation=MOST_64), Confirmed(incarnation=MOST_64)),
+    "a mirror that is none": (changed(PLAN, mirror_address="\x00"), TopologyEpoch(), RoundLease(until_round=MOST_64)),
+    "another handshake": (IncarnationIssued(incarnation=MOST_64), IncarnationConfirmed(incarnation=MOST_64)),
     "the same again": (
         PLAN,
         PLAN,
         TopologyEpoch(),
         TopologyEpoch(),
-        Grant(until_round=1),
-        Grant(until_round=MOST_64),
-        Grant(until_round=0),
+        RoundLease(until_round=1),
+        RoundLease(until_round=MOST_64),
+        RoundLease(until_round=0),
     ),
 }
 """What is no use, and nothing that a run must fail for."""
@@ -149,13 +149,13 @@ async def learner(folder: Path, policy: Policy = ALLOWING) -> AsyncIterator[tupl
 
 async def goes_well(coordinator: Dictator, address: str, run_id: str) -> None:
     """A run of one learner, to its end."""
-    for told in (PLAN, TopologyEpoch(), Grant(until_round=ROUNDS)):
+    for told in (PLAN, TopologyEpoch(), RoundLease(until_round=ROUNDS)):
         coordinator.say(run_id, told)
     await coordinator.until(lambda report: report.status.run_id == run_id)
     await feed(address, run_id, made_up(SPEC).learners[0])
     finished = learner_pb2.LEARNER_STATE_FINISHED
     await coordinator.until(lambda report: report.status.run_id == run_id and report.status.state == finished)
-    coordinator.say(run_id, Stop(over=True))
+    coordinator.say(run_id, Stop(final=True))
 
 
 def failed(run_id: str) -> Any:
@@ -183,7 +183,7 @@ async def test_what_is_no_use_is_passed_over(tmp_path: Path, what: str) -> None:
     async with learner(tmp_path) as (coordinator, address):
         for told in ODD[what]:
             coordinator.say("run-1", told)
-        coordinator.say_as_is(coordinator_pb2.Directive(run_id="run-1"))  # of a newer coordinator
+        coordinator.say_as_is(coordinator_pb2.Command(run_id="run-1"))  # of a newer coordinator
         await goes_well(coordinator, address, "run-2")
     assert coordinator.joined == 1
 
@@ -191,7 +191,7 @@ async def test_what_is_no_use_is_passed_over(tmp_path: Path, what: str) -> None:
 @pytest.mark.parametrize("run_id", RUN_IDS, ids=[f"{each[:8]!r}" for each in RUN_IDS])
 async def test_a_run_id_that_is_none_is_refused(tmp_path: Path, run_id: str) -> None:
     async with learner(tmp_path / "state") as (coordinator, address):
-        coordinator.say(run_id, Stop(over=True))
+        coordinator.say(run_id, Stop(final=True))
         coordinator.say(run_id, PLAN)
         report = await coordinator.until(failed(run_id[:128]))
         assert report.status.detail.startswith("a run id must be letters")
@@ -211,7 +211,7 @@ async def test_a_grant_of_rounds_without_end_is_no_work(tmp_path: Path) -> None:
             plan,
             TopologyEpoch(neighbours=[there]),
             TopologyEpoch(first_round=3, neighbours=[away]),
-            Grant(until_round=2**40),
+            RoundLease(until_round=2**40),
         ):
             coordinator.say("run-1", told)
         await goes_well(coordinator, address, "run-2")

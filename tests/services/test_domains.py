@@ -153,8 +153,8 @@ async def test_a_learner_joins_speaks_and_copies_as_itself_alone(tmp_path: Path,
     async with deployed(tmp_path, ids, *NAMES) as up:
         impostor = ids.at(f"learner/ann@{EAST}")
         for name in (ANN, "ann"):
-            introduction = coordinator_pb2.Introduction(learner=name, address="127.0.0.1:1", store=b"x" * 16)
-            event = coordinator_pb2.Event(introduction=introduction).SerializeToString()
+            introduction = coordinator_pb2.Introduction(learner=name, address="127.0.0.1:1", store_id=b"x" * 16)
+            event = coordinator_pb2.LearnerMessage(introduction=introduction).SerializeToString()
             async with raw_channel(impostor, impostor, up.coordinator, host("coordinator")) as to:
                 call: Any = to.stream_stream(f"{COORDINATOR}/Join")
                 failure = await refused(call(iter([event]), timeout=PATIENCE_S))

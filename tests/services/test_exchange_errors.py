@@ -629,19 +629,19 @@ async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path
 STORE = bytes(range(16))
 
 
-def introducing(learner: str, **more: Any) -> coordinator_pb2.Event:
+def introducing(learner: str, **more: Any) -> coordinator_pb2.LearnerMessage:
     usual = {"learner": learner, "address": "127.0.0.1:1", "store": STORE}
-    return coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(**{**usual, **more}))
+    return coordinator_pb2.LearnerMessage(introduction=coordinator_pb2.Introduction(**{**usual, **more}))
 
 
-def confirming(incarnation: int) -> coordinator_pb2.Event:
-    return coordinator_pb2.Event(confirmation=coordinator_pb2.Confirmation(incarnation=incarnation))
+def confirming(incarnation: int) -> coordinator_pb2.LearnerMessage:
+    return coordinator_pb2.LearnerMessage(incarnation_stored=coordinator_pb2.IncarnationStored(incarnation=incarnation))
 
 
-def reporting(learner: str, run_id: str) -> coordinator_pb2.Event:
+def reporting(learner: str, run_id: str) -> coordinator_pb2.LearnerMessage:
     """That a learner has failed."""
     status = LearnerStatus(learner, run_id, LearnerState.FAILED, "mischief")
-    return coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
+    return coordinator_pb2.LearnerMessage(report=coordinator_pb2.Report(status=status.to_wire()))
 
 
 async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
@@ -653,10 +653,10 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
             failure = await refused(join(several(*joining, reporting("ann", run)), timeout=PATIENCE_S))
             assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "StrangerError")
             assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
-        outside = introducing("zoe", incarnation=2), confirming(3), reporting("zoe", run_id), coordinator_pb2.Event()
-        told = [each.WhichOneof("directive") async for each in join(several(*outside), timeout=PATIENCE_S)]
+        outside = introducing("zoe", incarnation=2), confirming(3), reporting("zoe", run_id), coordinator_pb2.LearnerMessage()
+        told = [each.WhichOneof("command") async for each in join(several(*outside), timeout=PATIENCE_S)]
         assert told == ["issued", "confirmed"]  # and nothing of the run
-        for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.Event()):
+        for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.LearnerMessage()):
             failure = await refused(join(several(first), timeout=PATIENCE_S))
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
             assert "must introduce itself first" in (failure.details() or "")
@@ -699,9 +699,9 @@ async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "HELLO_S", 0.05)
 
-    async def silent() -> AsyncIterator[coordinator_pb2.Event]:
+    async def silent() -> AsyncIterator[coordinator_pb2.LearnerMessage]:
         await asyncio.Event().wait()
-        yield coordinator_pb2.Event()
+        yield coordinator_pb2.LearnerMessage()
 
     async with network(tmp_path, []) as up, channel(up.coordinator) as to:
         failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=PATIENCE_S))
@@ -745,7 +745,7 @@ async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is
             patch.setattr(Coordinator, "_welcome", welcome)
             failure = await refused(join(several(introducing("zoe"), confirming(1)), timeout=PATIENCE_S))
         again = join(several(introducing("zoe", incarnation=1), confirming(2)), timeout=PATIENCE_S)
-        told = [each.WhichOneof("directive") async for each in again]
+        told = [each.WhichOneof("command") async for each in again]
     assert failure.details() == "full"
     assert told == ["issued", "confirmed"]
 
@@ -792,7 +792,7 @@ async def test_runs_are_remembered_newest_first_and_in_bounded_number(
     assert run.started_at.ToDatetime() < run.ended_at.ToDatetime()
     assert stopped.state == last.state == run.state == wire.RUN_STATE_FINISHED  # stopping it comes too late
     assert [each.address for each in run.learners] == [up.addresses[name] for name in NAMES]
-    assert [each.status.rounds_said for each in run.learners] == [ROUNDS] * 4
+    assert [each.status.rounds_committed for each in run.learners] == [ROUNDS] * 4
 
 
 async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:

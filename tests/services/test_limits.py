@@ -118,7 +118,7 @@ async def test_what_is_longer_than_a_control_message_is_not_read(up: Network) ->
     for method in ("StartRun", "Join"):
         failure = await raw(up.coordinator, f"/sottovoce_wire.v1.Coordinator/{method}", long)
         assert failure.code() is Code.RESOURCE_EXHAUSTED, method
-    for address, method in ((up.eavesdropper, f"{EAVESDROPPER}/OpenCapture"), (up.addresses["ann"], "Status")):
+    for address, method in ((up.eavesdropper, f"{EAVESDROPPER}/OpenCapture"), (up.addresses["ann"], "GetStatus")):
         path = method if method.startswith("/") else f"/sottovoce_wire.v1.Learner/{method}"
         failure = await raw(address, path, long)
         assert failure.code() is Code.INVALID_ARGUMENT
@@ -132,7 +132,7 @@ async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None
         failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
         assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
     long = bytes(max_message_bytes(up.learners["ann"].config.policy) + 1)
-    failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/Status", long)
+    failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/GetStatus", long)
     assert failure.code() is Code.RESOURCE_EXHAUSTED
 
 
@@ -165,7 +165,7 @@ async def test_unread_messages_of_one_caller_are_as_many_as_have_a_turn(up: Netw
             await call.wait_for_connection()
         for _ in range(3):
             await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-        waiting = learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
+        waiting = learner_pb2_grpc.LearnerStub(to).GetStatus(learner_pb2.GetStatusRequest(), timeout=PATIENCE_S)
         for _ in range(3):
             await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert not waiting.done()
@@ -207,7 +207,7 @@ async def test_what_refused_calls_have_sent_is_let_go(up: Network) -> None:
     gc.collect()
     gc.disable()
     try:
-        for method in ("Predict", "Status", "Ingest", "Exchange"):
+        for method in ("Predict", "GetStatus", "Ingest", "Exchange"):
             await raw(up.addresses["ann"], f"/sottovoce_wire.v1.Learner/{method}", b"\xff" + sent)
         kept = [each.__traceback__ for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]
         assert kept
@@ -371,9 +371,9 @@ async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pyte
     monkeypatch.setattr(joining, "_MOST_DIRECTIVES", 3)
     member = Member(coordinator_pb2.Introduction(learner="ann"), Claim("ann", bytes(16)), Origin())
     for t in range(3):
-        member.tell("run-1", coordinator_pb2.Grant(until_round=t))
+        member.tell("run-1", coordinator_pb2.RoundLease(until_round=t))
     assert not member.displaced.is_set()
-    member.tell("run-1", coordinator_pb2.Grant(until_round=3))
+    member.tell("run-1", coordinator_pb2.RoundLease(until_round=3))
     assert member.directives.qsize() == 3
     with pytest.raises(Exception, match="learner ann"):
         await member.until_displaced()

@@ -121,7 +121,7 @@ async def test_a_run_goes_on_as_its_learners_know_it(tmp_path: Path, clock: dict
         ends_as_simulated(up, first, end)
         assert sessions(up) == before
     assert (again.run_id, again.durable, again.HasField("ended_at")) == (run_id, True, False)
-    assert [each.status.rounds_said for each in end.learners] == [ROUNDS] * 3
+    assert [each.status.rounds_committed for each in end.learners] == [ROUNDS] * 3
 
 
 async def test_learners_that_were_told_to_end_or_were_started_again_go_on_from_their_logs(tmp_path: Path) -> None:

@@ -194,23 +194,23 @@ async def test_a_call_that_is_refused_is_counted_and_why(tmp_path: Path) -> None
         assert coordinator is not None and eavesdropper is not None
         (recording,) = eavesdropper._captures.recordings.values()
         relay = next(route["address"] for route in recording.file.routes if route["caller"] == 0)
-        joins = coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(learner="ann", address="here:1"))
+        joins = coordinator_pb2.LearnerMessage(introduction=coordinator_pb2.Introduction(learner="ann", address="here:1"))
         closes = eavesdropper_pb2.CloseCaptureRequest(capture_id=recording.file.capture_id)
         greets = hello(0, run_id=run.run_id)
         for caller, to, host, method, said in (
-            ("operator/bob", up.addresses["ann"], "learner", "Learner/Ledger", b""),
+            ("operator/bob", up.addresses["ann"], "learner", "Learner/GetLedger", b""),
             ("learner/zoe", up.addresses["ben"], "learner", "Learner/Exchange", greets),
             ("learner/zoe", up.coordinator, "coordinator", "Coordinator/Join", joins.SerializeToString()),
             ("coordinator/b", up.eavesdropper, "eavesdropper", "Eavesdropper/CloseCapture", closes.SerializeToString()),
             ("learner/zoe", relay, "eavesdropper", "Learner/Exchange", greets),
-            ("monitor/prometheus", up.addresses["ann"], "learner", "Learner/Ledger", b""),
+            ("monitor/prometheus", up.addresses["ann"], "learner", "Learner/GetLedger", b""),
         ):
             await denied(ids.at(caller), ids.at(caller), to, host, method, said)
         stranger = others.at("learner/zoe")
         async with raw_channel(
             stranger, ids.at("learner/ann"), up.addresses["cleo"], "learner.ward.example"
         ) as to_cleo:
-            status: Any = to_cleo.unary_unary("/sottovoce_wire.v1.Learner/Status")
+            status: Any = to_cleo.unary_unary("/sottovoce_wire.v1.Learner/GetStatus")
             failed = await refused(status(b"", timeout=PATIENCE_S))
         read = {name: list(measured([learner], Refusals())) for name, learner in up.learners.items()}
         read |= {"main": list(coordinator.readings(Refusals())), "ear": list(eavesdropper.readings(Refusals()))}

@@ -44,7 +44,7 @@ def in_the_name_of_others(
     """What eve, who has joined so often before, and is in no run, does: method, who is there, requests, what she is told."""
     pb, eaves = coordinator_pb2, eavesdropper_pb2
     finished = LearnerStatus("ann", run.run_id, LearnerState.FINISHED, rounds_done=ROUNDS)
-    reporting = pb.Event(report=pb.Report(status=finished.to_wire()))
+    reporting = pb.LearnerMessage(report=pb.Report(status=finished.to_wire()))
     copy = eaves.MirrorRequest(run_id=run.run_id, sender=0)
     copy.messages.add(payload=frame(0, 0), receivers=[1])
     route = eaves.Route(caller=0, callee=1, target="127.0.0.1:9")

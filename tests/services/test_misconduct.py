@@ -140,8 +140,8 @@ async def noticed(up: Network, run_id: str) -> list[tuple[int, Noticed]]:
     """What the coordinator knows of it, and who noticed it."""
     view = await up.end(run_id)
     return [
-        (each.noticed_by, Noticed(each.learner, each.round, RULES[each.rule], known_by(each)))
-        for each in view.misconduct
+        (each.reporter, Noticed(each.learner, each.round, RULES[each.kind], known_by(each)))
+        for each in view.violations
     ]
 
 
@@ -381,10 +381,10 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
     """On a ring, cleo is none of ann's: so is who is not in the run, and a rule that nobody knows."""
     spec = spec_of(topology={"graph": "ring"})
     extra = [
-        coordinator_pb2.Misconduct(learner=2, round=1, rule=2, known_by=2),  # type: ignore[arg-type]
-        coordinator_pb2.Misconduct(learner=2**32 - 1, round=2**63, rule=1, known_by=2),  # type: ignore[arg-type]
-        coordinator_pb2.Misconduct(learner=1, round=1, rule=99, known_by=2),  # type: ignore[arg-type]
-        coordinator_pb2.Misconduct(learner=1, round=2**64 - 1, rule=1, known_by=99),  # type: ignore[arg-type]
+        coordinator_pb2.Violation(learner=2, round=1, kind=2, attribution=2),  # type: ignore[arg-type]
+        coordinator_pb2.Violation(learner=2**32 - 1, round=2**63, kind=1, attribution=2),  # type: ignore[arg-type]
+        coordinator_pb2.Violation(learner=1, round=1, kind=99, attribution=2),  # type: ignore[arg-type]
+        coordinator_pb2.Violation(learner=1, round=2**64 - 1, kind=1, attribution=99),  # type: ignore[arg-type]
     ]
     lies = tuple(extra)
     monkeypatch.setattr(Hearing, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))

@@ -115,7 +115,7 @@ async def test_a_learner_that_leaves_and_comes_back_goes_on(tmp_path: Path) -> N
         await up.join("ben")
         await up.feed(run.run_id, spec, data)
         last = await up.end(run.run_id)
-        assert last.state == coordinator_pb2.RUN_STATE_FINISHED and not last.misconduct, last
+        assert last.state == coordinator_pb2.RUN_STATE_FINISHED and not last.violations, last
         assert not any(learner.in_run().hearing.rules_broken for learner in up.learners.values())
 
 

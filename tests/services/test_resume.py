@@ -88,7 +88,7 @@ async def test_a_run_whose_learners_disk_was_broken_goes_on_from_their_logs(tmp_
         end = await up.end(run_id)
         ends_as_simulated(up, first, end)
     assert (end.attempt, end.capture_error) == (2, "")
-    assert [each.status.rounds_said for each in end.learners] == [40] * 3
+    assert [each.status.rounds_committed for each in end.learners] == [40] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,7 +128,7 @@ async def test_who_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
                 assert end.state == coordinator_pb2.RUN_STATE_FAILED
                 assert end.detail.startswith("ann is gone since round ")
                 again = await resume(up, run_id)
-                assert [each.HasField("away_since") for each in again.learners] == [True, False, False]
+                assert [each.HasField("disconnected_at") for each in again.learners] == [True, False, False]
         await up.join("ann", first.noise)
         ends_as_simulated(up, first, await up.end(run_id))
 
@@ -218,7 +218,7 @@ async def test_a_report_from_before_ends_a_run_no_second_time(tmp_path: Path, di
         disk.broken = False
         await resume(up, run_id)
         status = LearnerStatus("ann", run_id, LearnerState.FAILED, "late")
-        event = coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
+        event = coordinator_pb2.LearnerMessage(report=coordinator_pb2.Report(status=status.to_wire()))
         assert isinstance(up.coordinating, Coordinator)
         up.coordinating._hear(up.coordinating._members._here["ann"], event)
         ends_as_simulated(up, first, await up.end(run_id))

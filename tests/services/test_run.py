@@ -725,14 +725,14 @@ async def test_a_learner_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
         await up.join("ann")
         third = await up.run(spec, made_up(spec))
         async with channel(up.addresses["ann"]) as to:
-            ledger = await learner_pb2_grpc.LearnerStub(to).Ledger(learner_pb2.LedgerRequest())
+            ledger = await learner_pb2_grpc.LearnerStub(to).GetLedger(learner_pb2.GetLedgerRequest())
     spent = [outcome.statuses[0].epsilon_spent for outcome in (first, second, third)]
 
     assert (first.state, second.state, third.state) == ("finished", "finished", "stopped")
     assert "in all runs" in third.detail
-    assert sorted(line.spent for line in ledger.lines) == sorted(spent)
-    assert {(line.learner, line.algorithm, line.index) for line in ledger.lines} == {("ann", "ldp-dol", 0)}
-    assert sum(spent) <= ledger.own_budget == up.budget
+    assert sorted(line.epsilon_spent for line in ledger.entries) == sorted(spent)
+    assert {(line.learner, line.algorithm, line.index) for line in ledger.entries} == {("ann", "ldp-dol", 0)}
+    assert sum(spent) <= ledger.owner_budget == up.budget
     assert third.statuses[0].epsilon_elsewhere == pytest.approx(2 * spent[0])
 
 

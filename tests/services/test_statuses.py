@@ -98,7 +98,7 @@ def of_eavesdropper(run_id: str, capture_id: str, spec: str) -> list[Case]:
         ("OpenCapture", pb.OpenCaptureRequest(**opening, world=2**31), INVALID, "world must be at most"),
         ("CloseCapture", pb.CloseCaptureRequest(capture_id="other"), NOT_FOUND, no_capture),
         ("CloseCapture", pb.CloseCaptureRequest(), INVALID, no_id),
-        ("ListSent", pb.ListSentRequest(run_id="a/b"), INVALID, "a run id must be letters, digits"),
+        ("ListSentRounds", pb.ListSentRoundsRequest(run_id="a/b"), INVALID, "a run id must be letters, digits"),
         ("StreamCapture", pb.StreamCaptureRequest(capture_id="other"), NOT_FOUND, no_capture),
         ("StreamCapture", pb.StreamCaptureRequest(), INVALID, no_id),
         ("ListCaptures", pb.ListCapturesRequest(**a_token), INVALID, "the page token must be one"),
@@ -115,7 +115,7 @@ def of_learner(run_id: str, *, in_run: bool) -> list[Case]:
         return [
             ("Exchange", hello(0, 0, run_id=run_id), STATE, idle),
             ("Ingest", pb.SampleBatch(source="x"), STATE, idle),
-            ("Intake", pb.IntakeRequest(source="x"), STATE, idle),
+            ("GetIntake", pb.GetIntakeRequest(source="x"), STATE, idle),
             ("Predict", pb.PredictRequest(), STATE, idle),
         ]
     return [
@@ -123,10 +123,10 @@ def of_learner(run_id: str, *, in_run: bool) -> list[Case]:
         ("Exchange", hello(1, 0, run_id="other"), DENIED, "this learner is in another run than 'other'"),
         ("Ingest", NO_MESSAGE, INVALID, "a message must be one of this method"),
         ("Ingest", pb.SampleBatch(source="x", sequence=7, counts=[1]), STATE, "must send batch 0 next, got batch 7"),
-        ("Intake", NO_MESSAGE, INVALID, "a message must be one of this method"),
+        ("GetIntake", NO_MESSAGE, INVALID, "a message must be one of this method"),
         ("Predict", pb.PredictRequest(features=to_tensor(np.zeros((1, 7)))), INVALID, ""),
-        ("Status", NO_MESSAGE, INVALID, "a message must be one of this method"),  # its request is empty
-        ("Ledger", NO_MESSAGE, INVALID, "a message must be one of this method"),
+        ("GetStatus", NO_MESSAGE, INVALID, "a message must be one of this method"),  # its request is empty
+        ("GetLedger", NO_MESSAGE, INVALID, "a message must be one of this method"),
     ]
 
 

@@ -105,7 +105,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
                 return SpecError(f"no run is under way at {self._at.address}: {over} is over for this learner; {error}")
         return error
 
-    async def _in_a_run(self, stub: Any) -> learner_pb2.IntakeResponse:
+    async def _in_a_run(self, stub: Any) -> learner_pb2.GetIntakeResponse:
         """Wait until it is in one."""
         until = asyncio.get_running_loop().time() + self._patience_s
         while True:

@@ -59,7 +59,7 @@ class ConnectedLearner:
         self,
         at: At,
         stub: Any,
-        told: learner_pb2.IntakeResponse,
+        told: learner_pb2.GetIntakeResponse,
         source: str,
         patience_s: float,
         tasks: Tasks,

@@ -93,14 +93,14 @@ class At:
 
     async def status(self, stub: Any) -> LearnerStatus:
         """How far the learner is; errors as of `asked`."""
-        answer = await self.asked(stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S))
+        answer = await self.asked(stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_CALL_S))
         return LearnerStatus.from_wire(answer.status)
 
-    async def intake(self, stub: Any, source: str) -> learner_pb2.IntakeResponse:
+    async def intake(self, stub: Any, source: str) -> learner_pb2.GetIntakeResponse:
         """What the learner says to whoever brings records under a source; errors as of `asked`."""
-        request = learner_pb2.IntakeRequest(source=source)
-        answer: learner_pb2.IntakeResponse = await self.asked(
-            stub.Intake(request, wait_for_ready=True, timeout=_CALL_S)
+        request = learner_pb2.GetIntakeRequest(source=source)
+        answer: learner_pb2.GetIntakeResponse = await self.asked(
+            stub.GetIntake(request, wait_for_ready=True, timeout=_CALL_S)
         )
         return answer
 
@@ -158,7 +158,7 @@ class Sender:
         self,
         at: At,
         source: str,
-        told: learner_pb2.IntakeResponse,
+        told: learner_pb2.GetIntakeResponse,
         patience_s: float,
         tasks: Tasks,
         tell: Callable[[str], None] = lambda _: None,

@@ -66,7 +66,7 @@ class _Owner:
     """
 
     def __init__(
-        self, at: At, stub: Any, told: learner_pb2.IntakeResponse, status: LearnerStatus, *, imports: bool
+        self, at: At, stub: Any, told: learner_pb2.GetIntakeResponse, status: LearnerStatus, *, imports: bool
     ) -> None:
         self._at, self._stub = at, stub
         self.run_id, self.n_features, self.status = told.run_id, told.n_features, status
@@ -140,7 +140,7 @@ async def as_owner(at: At, *, imports: bool = False) -> AsyncIterator[_Owner]:
     """
     async with at.channel() as to:
         stub = learner_pb2_grpc.LearnerStub(to)
-        first = stub.Status(learner_pb2.StatusRequest(), timeout=_REACH_S)
+        first = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_REACH_S)
         told = await at.asked(answered(first, to, f"the learner at {at.address}", terminal.say))
         status = LearnerStatus.from_wire(told.status)
         at.require_name(status)

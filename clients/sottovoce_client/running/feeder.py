@@ -191,7 +191,7 @@ async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: 
     loop = asyncio.get_running_loop()
     until = loop.time() + patience_s
     while loop.time() < until:
-        asked = stub.Status(learner_pb2.StatusRequest(), timeout=_PATIENCE_S)
+        asked = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=_PATIENCE_S)
         if (await asked).status.run_id == run_id:
             return
         await asyncio.sleep(0.02)

@@ -75,7 +75,7 @@ def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
                 "state": LearnerStatus.from_wire(each.status).state.name.lower(),
                 "rounds_done": each.status.rounds_done,
                 "epsilon": each.status.epsilon_spent,
-                "away_since": each.away_since.ToDatetime(UTC) if each.HasField("away_since") else None,
+                "away_since": each.disconnected_at.ToDatetime(UTC) if each.HasField("disconnected_at") else None,
             }
             for each in run.learners
         ],
@@ -145,7 +145,7 @@ async def resume_run(
     console = console or terminal.console()
     line = run_line(run)
     console.print(_said(f"{line.run_id} {line.state} from round {count(line.round)} on"))
-    if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
+    if away := [each.status.learner for each in run.learners if each.HasField("disconnected_at")]:
         console.print(_said(f"waiting for {', '.join(away)}"))
     if run.capture_error:
         console.print(_said(run.capture_error))
@@ -248,9 +248,9 @@ def _learners(run: coordinator_pb2.Run) -> Table:
     lost = {each["learner"] for each in json.loads(run.spec).get("absences") or () if each.get("unheard")}
     for each in run.learners:
         status = LearnerStatus.from_wire(each.status)
-        away = each.HasField("away_since")
+        away = each.HasField("disconnected_at")
         state = (
-            f"away since {moment(each.away_since.ToDatetime(UTC).timestamp())}" if away else status.state.name.lower()
+            f"away since {moment(each.disconnected_at.ToDatetime(UTC).timestamp())}" if away else status.state.name.lower()
         )
         state = "lost" if status.learner in lost else state
         table.add_row(

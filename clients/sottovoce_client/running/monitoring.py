@@ -464,7 +464,7 @@ def look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: flo
         tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
         tuple(plain(each.address) for each in run.learners),
         tuple(
-            each.away_since.ToDatetime(UTC).timestamp() if each.HasField("away_since") else None
+            each.disconnected_at.ToDatetime(UTC).timestamp() if each.HasField("disconnected_at") else None
             for each in run.learners
         ),
         heard,

@@ -388,7 +388,7 @@ class _Running:
             accuracy=tuple(s.prequential_accuracy for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
-            away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
+            away=tuple(each.status.learner for each in view.learners if each.HasField("disconnected_at")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
             misconduct=misconduct_lines(view),
             run_id=plain(view.run_id),

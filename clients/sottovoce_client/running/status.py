@@ -178,7 +178,7 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
         stub, who = learner_pb2_grpc.LearnerStub(to), f"the learner at {address}"
 
         async def told() -> LearnerStatus:
-            call = stub.Status(learner_pb2.StatusRequest(), timeout=known.CALL_S)
+            call = stub.GetStatus(learner_pb2.GetStatusRequest(), timeout=known.CALL_S)
             return LearnerStatus.from_wire((await answered(call, to, who, terminal.say)).status)
 
         try:
@@ -199,9 +199,9 @@ async def _learner(address: str, credentials: Credentials) -> RunView:
 
 async def _planned(stub: Any, who: str) -> Plan:
     """What a learner is in, whose owner asks; an operator may know how far it is, and no more."""
-    request = learner_pb2.IntakeRequest(source="status")  # under which nobody brings records
+    request = learner_pb2.GetIntakeRequest(source="status")  # under which nobody brings records
     try:
-        return replace(plan_of((await stub.Intake(request, timeout=known.CALL_S)).spec), ways=())
+        return replace(plan_of((await stub.GetIntake(request, timeout=known.CALL_S)).spec), ways=())
     except grpc.aio.AioRpcError as error:
         if not isinstance(refusal := as_error(error, who), StrangerError | NotReady):
             raise refusal from None

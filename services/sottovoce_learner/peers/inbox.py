@@ -26,8 +26,8 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import KnownBy
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
-from sottovoce_wire.v1.coordinator_pb2 import Misconduct
-from sottovoce_wire.v1.coordinator_pb2 import Rule as RuleNumber
+from sottovoce_wire.v1.coordinator_pb2 import Violation
+from sottovoce_wire.v1.coordinator_pb2 import ViolationKind as RuleNumber
 
 REMEMBERED = 1_024
 """Rounds of a neighbour after which it is still noticed that it says another thing of one."""
@@ -227,7 +227,7 @@ class Hearing:
         self._role, self._codec, self.inbox, self._credentials = role, codec, inbox, credentials
         self._said = dict[tuple[int, int], tuple[int, int]]()
         self._unsigned = None if credentials.principal is None else _Unsigned(role.spec.names)
-        self._misconduct = dict[int, Misconduct]()
+        self._misconduct = dict[int, Violation]()
         self.rules_broken = 0
         """Messages that broke one, of whomever."""
         self.messages = 0
@@ -292,8 +292,8 @@ class Hearing:
         if ended or neighbour in self._misconduct:
             return False
         number = RuleNumber.Value(f"RULE_{rule.name}")
-        found = Misconduct(
-            learner=neighbour, round=self.inbox.next_round(neighbour), rule=number, known_by=known_by.value
+        found = Violation(
+            learner=neighbour, round=self.inbox.next_round(neighbour), kind=number, attribution=known_by.value
         )
         self._misconduct[neighbour] = found
         told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
@@ -301,6 +301,6 @@ class Hearing:
         return True
 
     @property
-    def misconduct(self) -> tuple[Misconduct, ...]:
+    def misconduct(self) -> tuple[Violation, ...]:
         """What was noticed: of each neighbour the first rule that it broke."""
         return tuple(self._misconduct.values())

@@ -30,7 +30,7 @@ from sottovoce_learner.storage.run_log import NO_RUN, Mark, MarkFile, RunLog, Te
 from sottovoce_learner.storage.snapshot import Image
 from sottovoce_learner.storage.state_folder import Claim, Files, Held, hashed, host, replace_file, sync_folder, write_at
 from sottovoce_learner.storage.wal import About, Kind, Log, Reading, Said
-from sottovoce_wire.v1.eavesdropper_pb2 import Sent
+from sottovoce_wire.v1.eavesdropper_pb2 import SentRounds
 
 _SECOND = timedelta(seconds=1)
 """To which the moments of lines are written down."""
@@ -239,7 +239,7 @@ class Ledger:
         """
         return math.fsum(line.spent for line in self.lines(learner))
 
-    def require_known(self, learner: str, sent: Sequence[Sent]) -> None:
+    def require_known(self, learner: str, sent: Sequence[SentRounds]) -> None:
         """Hold the ledger against what is known elsewhere: one that was set back, or begun anew, has forgotten what was spent.
 
         What its owner charged (`sottovoce ledger --repair --charge`) stands for all that was sent before.

@@ -22,67 +22,67 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Rule:
+class _ViolationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _RuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rule.ValueType], _builtins.type):
+class _ViolationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ViolationKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    RULE_UNSPECIFIED: _Rule.ValueType  # 0
-    RULE_FORM: _Rule.ValueType  # 1
-    """No message of the run's fields in its one encoding."""
-    RULE_NUMBERS: _Rule.ValueType  # 2
-    """A number that is not finite, or above 1e100."""
-    RULE_TURN: _Rule.ValueType  # 3
-    """A round later than the one that was due, or further ahead than it may be."""
-    RULE_NAME: _Rule.ValueType  # 4
-    """A message in the name of somebody else."""
-    RULE_EQUIVOCATION: _Rule.ValueType  # 5
-    """Other bytes in a round than it has said before, or signed."""
-    RULE_SIGNATURE: _Rule.ValueType  # 6
-    """A round before it has signed those of the block before, or a signature that is none."""
+    VIOLATION_KIND_UNSPECIFIED: _ViolationKind.ValueType  # 0
+    VIOLATION_KIND_ENCODING: _ViolationKind.ValueType  # 1
+    """Bytes that are no message of the run's fields in its one encoding."""
+    VIOLATION_KIND_VALUE: _ViolationKind.ValueType  # 2
+    """A number that is not finite, or above 1e100 in absolute value."""
+    VIOLATION_KIND_ROUND: _ViolationKind.ValueType  # 3
+    """A round later than the one that was due, or further ahead than allowed."""
+    VIOLATION_KIND_SENDER: _ViolationKind.ValueType  # 4
+    """A message under the name of another learner."""
+    VIOLATION_KIND_EQUIVOCATION: _ViolationKind.ValueType  # 5
+    """Other bytes in a round than the neighbour sent or signed before."""
+    VIOLATION_KIND_SIGNATURE: _ViolationKind.ValueType  # 6
+    """A round without the signature of the block before, or an invalid signature."""
 
-class Rule(_Rule, metaclass=_RuleEnumTypeWrapper):
-    """What no correct neighbour does: docs/misconduct.md."""
+class ViolationKind(_ViolationKind, metaclass=_ViolationKindEnumTypeWrapper):
+    """A breach of the exchange protocol that no correct neighbour commits, whatever fails around it (docs/misconduct.md)."""
 
-RULE_UNSPECIFIED: Rule.ValueType  # 0
-RULE_FORM: Rule.ValueType  # 1
-"""No message of the run's fields in its one encoding."""
-RULE_NUMBERS: Rule.ValueType  # 2
-"""A number that is not finite, or above 1e100."""
-RULE_TURN: Rule.ValueType  # 3
-"""A round later than the one that was due, or further ahead than it may be."""
-RULE_NAME: Rule.ValueType  # 4
-"""A message in the name of somebody else."""
-RULE_EQUIVOCATION: Rule.ValueType  # 5
-"""Other bytes in a round than it has said before, or signed."""
-RULE_SIGNATURE: Rule.ValueType  # 6
-"""A round before it has signed those of the block before, or a signature that is none."""
-Global___Rule: _TypeAlias = Rule  # noqa: Y015
+VIOLATION_KIND_UNSPECIFIED: ViolationKind.ValueType  # 0
+VIOLATION_KIND_ENCODING: ViolationKind.ValueType  # 1
+"""Bytes that are no message of the run's fields in its one encoding."""
+VIOLATION_KIND_VALUE: ViolationKind.ValueType  # 2
+"""A number that is not finite, or above 1e100 in absolute value."""
+VIOLATION_KIND_ROUND: ViolationKind.ValueType  # 3
+"""A round later than the one that was due, or further ahead than allowed."""
+VIOLATION_KIND_SENDER: ViolationKind.ValueType  # 4
+"""A message under the name of another learner."""
+VIOLATION_KIND_EQUIVOCATION: ViolationKind.ValueType  # 5
+"""Other bytes in a round than the neighbour sent or signed before."""
+VIOLATION_KIND_SIGNATURE: ViolationKind.ValueType  # 6
+"""A round without the signature of the block before, or an invalid signature."""
+Global___ViolationKind: _TypeAlias = ViolationKind  # noqa: Y015
 
-class _KnownBy:
+class _Attribution:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _KnownByEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KnownBy.ValueType], _builtins.type):
+class _AttributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attribution.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    KNOWN_BY_UNSPECIFIED: _KnownBy.ValueType  # 0
-    KNOWN_BY_NAME: _KnownBy.ValueType  # 1
-    """It said so, in the clear."""
-    KNOWN_BY_CERTIFICATE: _KnownBy.ValueType  # 2
-    KNOWN_BY_RELAY: _KnownBy.ValueType  # 3
-    """By that of a relay, which passes on what the neighbour says, or something else."""
+    ATTRIBUTION_UNSPECIFIED: _Attribution.ValueType  # 0
+    ATTRIBUTION_CLAIM: _Attribution.ValueType  # 1
+    """By the name that the neighbour gave, without proof."""
+    ATTRIBUTION_CERTIFICATE: _Attribution.ValueType  # 2
+    ATTRIBUTION_RELAY: _Attribution.ValueType  # 3
+    """By the certificate of a relay, which could have changed the bytes."""
 
-class KnownBy(_KnownBy, metaclass=_KnownByEnumTypeWrapper):
-    """How a learner knows who spoke."""
+class Attribution(_Attribution, metaclass=_AttributionEnumTypeWrapper):
+    """How a learner knows which neighbour sent the bytes."""
 
-KNOWN_BY_UNSPECIFIED: KnownBy.ValueType  # 0
-KNOWN_BY_NAME: KnownBy.ValueType  # 1
-"""It said so, in the clear."""
-KNOWN_BY_CERTIFICATE: KnownBy.ValueType  # 2
-KNOWN_BY_RELAY: KnownBy.ValueType  # 3
-"""By that of a relay, which passes on what the neighbour says, or something else."""
-Global___KnownBy: _TypeAlias = KnownBy  # noqa: Y015
+ATTRIBUTION_UNSPECIFIED: Attribution.ValueType  # 0
+ATTRIBUTION_CLAIM: Attribution.ValueType  # 1
+"""By the name that the neighbour gave, without proof."""
+ATTRIBUTION_CERTIFICATE: Attribution.ValueType  # 2
+ATTRIBUTION_RELAY: Attribution.ValueType  # 3
+"""By the certificate of a relay, which could have changed the bytes."""
+Global___Attribution: _TypeAlias = Attribution  # noqa: Y015
 
 class _WaitCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -91,20 +91,20 @@ class _WaitCause:
 class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WAIT_CAUSE_UNSPECIFIED: _WaitCause.ValueType  # 0
-    WAIT_CAUSE_GRANT: _WaitCause.ValueType  # 1
+    WAIT_CAUSE_LEASE: _WaitCause.ValueType  # 1
     WAIT_CAUSE_RECORDS: _WaitCause.ValueType  # 2
     WAIT_CAUSE_NEIGHBOUR: _WaitCause.ValueType  # 3
     WAIT_CAUSE_DISK: _WaitCause.ValueType  # 4
-    """Its disk is full: what it has to write down first cannot be written."""
+    """The learner's disk is full: the entry to be written before sending cannot be written."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper): ...
 
 WAIT_CAUSE_UNSPECIFIED: WaitCause.ValueType  # 0
-WAIT_CAUSE_GRANT: WaitCause.ValueType  # 1
+WAIT_CAUSE_LEASE: WaitCause.ValueType  # 1
 WAIT_CAUSE_RECORDS: WaitCause.ValueType  # 2
 WAIT_CAUSE_NEIGHBOUR: WaitCause.ValueType  # 3
 WAIT_CAUSE_DISK: WaitCause.ValueType  # 4
-"""Its disk is full: what it has to write down first cannot be written."""
+"""The learner's disk is full: the entry to be written before sending cannot be written."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
 class _RunState:
@@ -131,38 +131,36 @@ RUN_STATE_FAILED: RunState.ValueType  # 5
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
-class Event(_message.Message):
-    """What a learner tells: who it is, first and once, then its reports."""
+class LearnerMessage(_message.Message):
+    """A learner's message to its coordinator: one introduction, then reports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INTRODUCTION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
-    CONFIRMATION_FIELD_NUMBER: _builtins.int
+    INCARNATION_STORED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
     def report(self) -> Global___Report: ...
     @_builtins.property
-    def confirmation(self) -> Global___Confirmation:
-        """The incarnation that was issued to this learner is in its state folder."""
-
+    def incarnation_stored(self) -> Global___IncarnationStored: ...
     def __init__(
         self,
         *,
         introduction: Global___Introduction | None = ...,
         report: Global___Report | None = ...,
-        confirmation: Global___Confirmation | None = ...,
+        incarnation_stored: Global___IncarnationStored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["confirmation", b"confirmation", "event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation_stored", b"incarnation_stored", "introduction", b"introduction", "message", b"message", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmation", b"confirmation", "event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_stored", b"incarnation_stored", "introduction", b"introduction", "message", b"message", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["introduction", "report", "confirmation"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["introduction", "report", "incarnation_stored"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___Event: _TypeAlias = Event  # noqa: Y015
+Global___LearnerMessage: _TypeAlias = LearnerMessage  # noqa: Y015
 
 @_typing.final
 class Introduction(_message.Message):
@@ -170,69 +168,73 @@ class Introduction(_message.Message):
 
     LEARNER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    REJOINS_FIELD_NUMBER: _builtins.int
+    IS_RECONNECT_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
-    JOURNALED_FIELD_NUMBER: _builtins.int
-    GRANTED_FIELD_NUMBER: _builtins.int
+    ROUNDS_COMMITTED_FIELD_NUMBER: _builtins.int
+    LEASE_UNTIL_ROUND_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
-    CLOSED_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
+    LAST_ROUND_LEARNED_FIELD_NUMBER: _builtins.int
+    ACCEPTS_NETWORK_HASH_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
-    """Where neighbours and feeders reach this learner."""
-    store: _builtins.bytes
-    """The state folder that the learner speaks from: 128 random bits that were drawn once, when it was made."""
+    """Address at which neighbours and feeders reach this learner."""
+    store_id: _builtins.bytes
+    """Identifier of the learner's state folder: 128 random bits, drawn once when the folder was created."""
     incarnation: _builtins.int
-    """The highest incarnation that the folder knows; 0: none."""
-    rejoins: _builtins.bool
-    """The incarnation is this process's own, and it has been confirmed: the stream broke, and the learner never stopped."""
+    """Highest incarnation stored in the folder; 0: none."""
+    is_reconnect: _builtins.bool
+    """This process has this incarnation, and it was confirmed: only the stream broke, the learner kept running."""
     run_id: _builtins.str
-    """The run that it is in and would go on with; empty: none. Of this run: rounds journaled, and rounds granted."""
-    journaled: _builtins.int
-    granted: _builtins.int
+    """Run to be continued; empty: none. The next six fields describe this run."""
+    rounds_committed: _builtins.int
+    """Number of rounds in the learner's write-ahead log."""
+    lease_until_round: _builtins.int
+    """End of the last round lease received."""
     term: _builtins.int
-    """The term of the coordinator that it obeys in the run, and no older one; 0: any. The attempt that it was assigned to last.
-    SHA-256 of the run's plan, its spec and features, as in a Hello. A coordinator that has lost all that has it from here.
-    """
+    """Term of the coordinator that the learner follows in the run; it rejects a lower term. 0: any."""
     attempt: _builtins.int
+    """Attempt of the last assignment."""
     plan_hash: _builtins.bytes
-    closed: _builtins.bool
-    """By its log, the last of the rounds journaled was learned, too: it was the last one, or one before an absence. Of the process
-    that never stopped, its reports say so.
+    """SHA-256 of the run's plan (spec and number of features), as in a Hello. A coordinator that has lost its state reads it here."""
+    last_round_learned: _builtins.bool
+    """By its log, the learner has learned the last committed round, too: it was the last round, or the last before an offline interval.
+    A process that kept running says so in its reports instead.
     """
-    digests: _builtins.bool
-    """It compares the digest of a grant with its own network: no epoch but the first need be told it."""
+    accepts_network_hash: _builtins.bool
+    """The learner compares the network hash of a lease with its own network: it needs no epoch but the first."""
     def __init__(
         self,
         *,
         learner: _builtins.str = ...,
         address: _builtins.str = ...,
-        store: _builtins.bytes = ...,
+        store_id: _builtins.bytes = ...,
         incarnation: _builtins.int = ...,
-        rejoins: _builtins.bool = ...,
+        is_reconnect: _builtins.bool = ...,
         run_id: _builtins.str = ...,
-        journaled: _builtins.int = ...,
-        granted: _builtins.int = ...,
+        rounds_committed: _builtins.int = ...,
+        lease_until_round: _builtins.int = ...,
         term: _builtins.int = ...,
         attempt: _builtins.int = ...,
         plan_hash: _builtins.bytes = ...,
-        closed: _builtins.bool = ...,
-        digests: _builtins.bool = ...,
+        last_round_learned: _builtins.bool = ...,
+        accepts_network_hash: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "closed", b"closed", "digests", b"digests", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_network_hash", b"accepts_network_hash", "address", b"address", "attempt", b"attempt", "incarnation", b"incarnation", "is_reconnect", b"is_reconnect", "last_round_learned", b"last_round_learned", "learner", b"learner", "lease_until_round", b"lease_until_round", "plan_hash", b"plan_hash", "rounds_committed", b"rounds_committed", "run_id", b"run_id", "store_id", b"store_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
 
 @_typing.final
-class Confirmation(_message.Message):
+class IncarnationStored(_message.Message):
+    """The incarnation issued to this learner is in its state folder."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -248,83 +250,83 @@ class Confirmation(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Confirmation: _TypeAlias = Confirmation  # noqa: Y015
+Global___IncarnationStored: _TypeAlias = IncarnationStored  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """How far the learner of this stream is. The newest one counts; a report may be left out, never reordered."""
+    """Progress of the learner of this stream. The newest report counts. A report may be skipped, never reordered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    MISCONDUCT_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
-    """Of the assignment that it is about: what comes late from before the run was taken up again ends it no second time."""
+    """Attempt of the assignment that the report is about: a late report from before a resume does not end the new attempt."""
     @_builtins.property
     def status(self) -> _learner_pb2.LearnerStatus: ...
     @_builtins.property
-    def waiting(self) -> Global___Wait:
-        """What it has waited for, for a second or longer, or gave up waiting for; absent: nothing."""
+    def wait(self) -> Global___Wait:
+        """What the learner has waited for, for a second or longer, or stopped waiting for; absent: nothing."""
 
     @_builtins.property
-    def misconduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___Misconduct]:
-        """Of each neighbour the first rule that it broke in this attempt, as this learner noticed."""
+    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Violation]:
+        """The first violation of each neighbour that this learner has detected in this attempt."""
 
     def __init__(
         self,
         *,
         status: _learner_pb2.LearnerStatus | None = ...,
-        waiting: Global___Wait | None = ...,
+        wait: Global___Wait | None = ...,
         attempt: _builtins.int = ...,
-        misconduct: _abc.Iterable[Global___Misconduct] | None = ...,
+        violations: _abc.Iterable[Global___Violation] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "misconduct", b"misconduct", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "status", b"status", "violations", b"violations", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
-class Misconduct(_message.Message):
-    """A neighbour broke a rule. It holds nothing of what was said."""
+class Violation(_message.Message):
+    """A neighbour broke the exchange protocol. Contains nothing of the bytes that it sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEARNER_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    RULE_FIELD_NUMBER: _builtins.int
-    KNOWN_BY_FIELD_NUMBER: _builtins.int
-    NOTICED_BY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    ATTRIBUTION_FIELD_NUMBER: _builtins.int
+    REPORTER_FIELD_NUMBER: _builtins.int
     learner: _builtins.int
     """Index of the neighbour."""
     round: _builtins.int
-    """That was due from it."""
-    rule: Global___Rule.ValueType
-    known_by: Global___KnownBy.ValueType
-    noticed_by: _builtins.int
-    """In a Run: index of who noticed it. In a Report it is the learner of the stream, and this is absent."""
+    """The round that was due from it."""
+    kind: Global___ViolationKind.ValueType
+    attribution: Global___Attribution.ValueType
+    reporter: _builtins.int
+    """Index of the learner that detected it. Present in a Run; absent in a Report, where it is the learner of the stream."""
     def __init__(
         self,
         *,
         learner: _builtins.int = ...,
         round: _builtins.int = ...,
-        rule: Global___Rule.ValueType = ...,
-        known_by: Global___KnownBy.ValueType = ...,
-        noticed_by: _builtins.int | None = ...,
+        kind: Global___ViolationKind.ValueType = ...,
+        attribution: Global___Attribution.ValueType = ...,
+        reporter: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by", "noticed_by", b"noticed_by"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reporter", b"_reporter", "reporter", b"reporter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by", "known_by", b"known_by", "learner", b"learner", "noticed_by", b"noticed_by", "round", b"round", "rule", b"rule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reporter", b"_reporter", "attribution", b"attribution", "kind", b"kind", "learner", b"learner", "reporter", b"reporter", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__noticed_by: _TypeAlias = _typing.Literal["noticed_by"]  # noqa: Y015
-    _WhichOneofArgType__noticed_by: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__noticed_by) -> _WhichOneofReturnType__noticed_by | None: ...
+    _WhichOneofReturnType__reporter: _TypeAlias = _typing.Literal["reporter"]  # noqa: Y015
+    _WhichOneofArgType__reporter: _TypeAlias = _typing.Literal["_reporter", b"_reporter"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reporter) -> _WhichOneofReturnType__reporter | None: ...
 
-Global___Misconduct: _TypeAlias = Misconduct  # noqa: Y015
+Global___Violation: _TypeAlias = Violation  # noqa: Y015
 
 @_typing.final
 class Wait(_message.Message):
@@ -337,7 +339,7 @@ class Wait(_message.Message):
     cause: Global___WaitCause.ValueType
     @_builtins.property
     def neighbours(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of those whom it has not heard in the round, where it waits for neighbours."""
+        """Indices of the neighbours whose message of the round has not arrived, where the cause is a neighbour."""
 
     def __init__(
         self,
@@ -355,23 +357,24 @@ class Wait(_message.Message):
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
-class Directive(_message.Message):
+class Command(_message.Message):
+    """A coordinator's message to a learner."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    GRANT_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
-    ISSUED_FIELD_NUMBER: _builtins.int
-    CONFIRMED_FIELD_NUMBER: _builtins.int
+    INCARNATION_ISSUED_FIELD_NUMBER: _builtins.int
+    INCARNATION_CONFIRMED_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """The run that it is about."""
     term: _builtins.int
-    """How often a coordinator has started on this state, and what it drew at this start. A learner obeys no lower term in a
-    run than it has obeyed, and nobody else of the same one. 0: the coordinator keeps nothing, and its runs end with it.
+    """Number of starts of the coordinator on this state, and random bytes drawn at this start. A learner rejects a lower term than the
+    highest it has followed in a run, and the same term with another nonce. 0: the coordinator stores nothing, and its runs end with it.
     """
     nonce: _builtins.bytes
     @_builtins.property
@@ -379,39 +382,39 @@ class Directive(_message.Message):
     @_builtins.property
     def epoch(self) -> Global___TopologyEpoch: ...
     @_builtins.property
-    def grant(self) -> Global___Grant: ...
+    def lease(self) -> Global___RoundLease: ...
     @_builtins.property
     def stop(self) -> Global___Stop: ...
     @_builtins.property
-    def issued(self) -> Global___Issued: ...
+    def incarnation_issued(self) -> Global___IncarnationIssued: ...
     @_builtins.property
-    def confirmed(self) -> Global___Confirmed: ...
+    def incarnation_confirmed(self) -> Global___IncarnationConfirmed: ...
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         assignment: Global___Assignment | None = ...,
         epoch: Global___TopologyEpoch | None = ...,
-        grant: Global___Grant | None = ...,
+        lease: Global___RoundLease | None = ...,
         stop: Global___Stop | None = ...,
-        issued: Global___Issued | None = ...,
-        confirmed: Global___Confirmed | None = ...,
+        incarnation_issued: Global___IncarnationIssued | None = ...,
+        incarnation_confirmed: Global___IncarnationConfirmed | None = ...,
         term: _builtins.int = ...,
         nonce: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "confirmed", b"confirmed", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "issued", b"issued", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "command", b"command", "epoch", b"epoch", "incarnation_confirmed", b"incarnation_confirmed", "incarnation_issued", b"incarnation_issued", "lease", b"lease", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "confirmed", b"confirmed", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "issued", b"issued", "nonce", b"nonce", "run_id", b"run_id", "stop", b"stop", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "command", b"command", "epoch", b"epoch", "incarnation_confirmed", b"incarnation_confirmed", "incarnation_issued", b"incarnation_issued", "lease", b"lease", "nonce", b"nonce", "run_id", b"run_id", "stop", b"stop", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["assignment", "epoch", "grant", "stop", "issued", "confirmed"]  # noqa: Y015
-    _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["assignment", "epoch", "lease", "stop", "incarnation_issued", "incarnation_confirmed"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
-Global___Directive: _TypeAlias = Directive  # noqa: Y015
+Global___Command: _TypeAlias = Command  # noqa: Y015
 
 @_typing.final
-class Issued(_message.Message):
-    """The learner's incarnation: to be written to its state folder and confirmed, before anything else."""
+class IncarnationIssued(_message.Message):
+    """Write this incarnation to the state folder and confirm it, before anything else."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,11 +431,11 @@ class Issued(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Issued: _TypeAlias = Issued  # noqa: Y015
+Global___IncarnationIssued: _TypeAlias = IncarnationIssued  # noqa: Y015
 
 @_typing.final
-class Confirmed(_message.Message):
-    """The coordinator knows that it is written: the learner may greet its neighbours and speak."""
+class IncarnationConfirmed(_message.Message):
+    """The coordinator knows that the incarnation is stored: the learner may connect to its neighbours and send."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,7 +452,7 @@ class Confirmed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Confirmed: _TypeAlias = Confirmed  # noqa: Y015
+Global___IncarnationConfirmed: _TypeAlias = IncarnationConfirmed  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
@@ -462,24 +465,24 @@ class Assignment(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    EARLIER_FIELD_NUMBER: _builtins.int
+    EARLIER_RUNS_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
-    """The run spec, JSON with its `format`, with the graph as a list of edges. A learner checks every epoch against it:
-    what its guarantee rests on is not for the coordinator to change.
+    """The run spec, JSON with its `format`, with the graph as a list of edges. A learner checks every epoch against it: the coordinator
+    cannot change what the learner's guarantee depends on.
     """
     n_features: _builtins.int
-    """Features of a record."""
+    """Number of features of a record."""
     index: _builtins.int
     """This learner's index in the run."""
     mirror_address: _builtins.str
-    """Where to copy messages to (capture: mirror). Empty: nowhere."""
+    """Address to which messages are copied (capture: mirror). Empty: none."""
     attempt: _builtins.int
-    """How often the run was taken up again after it had failed. A learner that was told a lower one ends what it does, and goes
-    on from its log.
+    """Number of times that the run was resumed after a failure. A learner that was assigned a lower attempt ends it and continues from its
+    log.
     """
     @_builtins.property
-    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[_eavesdropper_pb2.Sent]:
-        """What is known of this learner in runs before this one, by its coordinator or by captures. A ledger that knows less was set back."""
+    def earlier_runs(self) -> _containers.RepeatedCompositeFieldContainer[_eavesdropper_pb2.SentRounds]:
+        """Rounds of earlier runs that the coordinator or captures have seen from this learner. A ledger with fewer was restored from an old copy."""
 
     def __init__(
         self,
@@ -489,11 +492,11 @@ class Assignment(_message.Message):
         index: _builtins.int = ...,
         mirror_address: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        earlier: _abc.Iterable[_eavesdropper_pb2.Sent] | None = ...,
+        earlier_runs: _abc.Iterable[_eavesdropper_pb2.SentRounds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "earlier", b"earlier", "index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "earlier_runs", b"earlier_runs", "index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,7 +504,7 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class TopologyEpoch(_message.Message):
-    """The topology from a round on, until the next epoch, as this learner needs it. An epoch is told before its round is granted."""
+    """The topology from a round until the next epoch, as this learner needs it. An epoch is sent before its first round is leased."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,7 +513,7 @@ class TopologyEpoch(_message.Message):
     first_round: _builtins.int
     @_builtins.property
     def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]:
-        """Whom this learner hears or tells. The first epoch (round 0) names everybody whom it does in any round: streams are
+        """Senders and recipients of this learner. The first epoch (round 0) names all neighbours of all rounds, because streams are
         opened then.
         """
 
@@ -536,18 +539,18 @@ class Neighbour(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
-    TOLD_FIELD_NUMBER: _builtins.int
+    IS_RECIPIENT_FIELD_NUMBER: _builtins.int
     RELAYED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     name: _builtins.str
     address: _builtins.str
-    """The learner's own address, or that of a relay in its place."""
+    """The neighbour's own address, or that of a relay in its place."""
     weight: _builtins.float
-    """Of its messages; 0: they do not come to this learner."""
-    told: _builtins.bool
-    """This learner's messages go to it."""
+    """Mixing weight of its messages; 0: it sends none to this learner."""
+    is_recipient: _builtins.bool
+    """This learner sends its messages to it."""
     relayed: _builtins.bool
-    """A relay listens at the address: whoever opens the stream finds an eavesdropper there."""
+    """The address is a relay's: the peer of the stream identifies itself as an eavesdropper."""
     def __init__(
         self,
         *,
@@ -555,67 +558,67 @@ class Neighbour(_message.Message):
         name: _builtins.str = ...,
         address: _builtins.str = ...,
         weight: _builtins.float = ...,
-        told: _builtins.bool = ...,
+        is_recipient: _builtins.bool = ...,
         relayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "name", b"name", "relayed", b"relayed", "told", b"told", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "is_recipient", b"is_recipient", "name", b"name", "relayed", b"relayed", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
 
 @_typing.final
-class Grant(_message.Message):
-    """Rounds below `until_round` may be run: journaled and said."""
+class RoundLease(_message.Message):
+    """Permission to run rounds below `until_round`: to commit and send their messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UNTIL_ROUND_FIELD_NUMBER: _builtins.int
-    SINCE_ROUND_FIELD_NUMBER: _builtins.int
+    FROM_ROUND_FIELD_NUMBER: _builtins.int
     NETWORK_HASH_FIELD_NUMBER: _builtins.int
     until_round: _builtins.int
-    since_round: _builtins.int
-    """In place of the epochs of rounds `since_round` to `until_round - 1`, to a learner that takes them so: SHA-256 of who hears
-    whom in them with which weights, as docs/topology.md says. Empty: epochs say it.
+    from_round: _builtins.int
+    """Replaces the epochs of rounds `from_round` to `until_round - 1` for a learner that accepts it: SHA-256 of the edges and weights of
+    these rounds (docs/topology.md). Empty: epochs describe the topology.
     """
     network_hash: _builtins.bytes
     def __init__(
         self,
         *,
         until_round: _builtins.int = ...,
-        since_round: _builtins.int = ...,
+        from_round: _builtins.int = ...,
         network_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["network_hash", b"network_hash", "since_round", b"since_round", "until_round", b"until_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_round", b"from_round", "network_hash", b"network_hash", "until_round", b"until_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Grant: _TypeAlias = Grant  # noqa: Y015
+Global___RoundLease: _TypeAlias = RoundLease  # noqa: Y015
 
 @_typing.final
 class Stop(_message.Message):
-    """End the run: the message on its way is finished, nothing more is said."""
+    """End the run: finish the message in progress and send no other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    OVER_FIELD_NUMBER: _builtins.int
+    FINAL_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    over: _builtins.bool
-    """Nobody will go on with the run: the learner closes it in its ledger, and deletes its log and the records in it."""
+    final: _builtins.bool
+    """The run will not be resumed: the learner closes it in its ledger, and deletes its log with the records in it."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        over: _builtins.bool = ...,
+        final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,9 +636,7 @@ class StartRunRequest(_message.Message):
     """The run spec, JSON with its `format`."""
     n_features: _builtins.int
     world: _builtins.int
-    """Which of an audit's two data sets the run learns from, and which repetition it is. Labels of the capture: learners
-    are not told.
-    """
+    """Which of an audit's two worlds the run learns from, and which repetition it is. Recorded in the capture; learners do not receive it."""
     replica: _builtins.int
     def __init__(
         self,
@@ -754,7 +755,7 @@ class RecoverRunRequest(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
-    """As it was started with."""
+    """The spec that the run was started with."""
     n_features: _builtins.int
     def __init__(
         self,
@@ -797,7 +798,7 @@ class ListRunsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many; 0: as many as the service thinks fit."""
+    """Maximum number of runs; 0: the service chooses."""
     page_token: _builtins.str
     """The `next_page_token` of the page before; empty: the first page."""
     def __init__(
@@ -827,7 +828,7 @@ class ListRunsResponse(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]: ...
     @_builtins.property
     def now(self) -> _timestamp_pb2.Timestamp:
-        """By the coordinator's clock."""
+        """The coordinator's clock."""
 
     def __init__(
         self,
@@ -914,40 +915,40 @@ class Run(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     CAPTURE_ERROR_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    MISCONDUCT_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
-    """Why the run stopped or failed, and by whom."""
+    """Why the run stopped or failed, and by which service or operator."""
     capture_id: _builtins.str
     """The capture that the eavesdropper opened; empty when the run has none."""
     capture_location: _builtins.str
     spec: _builtins.str
-    """What is run (JSON with its `format`), and the features of a record. GetRun tells them, the other answers leave them out."""
+    """The run spec (JSON with its `format`) and the number of features of a record. Filled by GetRun alone."""
     n_features: _builtins.int
     durable: _builtins.bool
-    """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
+    """The coordinator stores its runs on disk: this run continues after a restart of the coordinator."""
     capture_error: _builtins.str
-    """Why the capture could not be written to its end, or be closed, or holds nothing of what was said since the run was taken
-    up again; while the run is under way also that nothing is captured now, and why; empty: it could, or is not closed yet.
+    """Why the capture is incomplete: it could not be written to its end or closed, or has no messages since the run was resumed. While the
+    run is active, also why nothing is captured at present. Empty: complete, or not closed yet.
     """
     attempt: _builtins.int
-    """How often it was taken up again after it had failed."""
+    """Number of times that the run was resumed after a failure."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
 
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp:
-        """When its learners were told of it."""
+        """When its learners were assigned to it."""
 
     @_builtins.property
     def ended_at(self) -> _timestamp_pb2.Timestamp:
-        """Absent: it has not ended."""
+        """Absent: the run has not ended."""
 
     @_builtins.property
-    def misconduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___Misconduct]:
-        """What learners noticed of each other since the run was started, or taken up again after it had failed."""
+    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Violation]:
+        """Violations that learners have detected since the run was started or last resumed."""
 
     def __init__(
         self,
@@ -965,11 +966,11 @@ class Run(_message.Message):
         durable: _builtins.bool = ...,
         capture_error: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        misconduct: _abc.Iterable[Global___Misconduct] | None = ...,
+        violations: _abc.Iterable[Global___Violation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "misconduct", b"misconduct", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state", "violations", b"violations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -983,27 +984,27 @@ class Participant(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
-    AWAY_SINCE_FIELD_NUMBER: _builtins.int
+    DISCONNECTED_AT_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Where neighbours and feeders reach it."""
+    """Address at which neighbours and feeders reach it."""
     @_builtins.property
     def status(self) -> _learner_pb2.LearnerStatus:
-        """As it was last reported."""
+        """Its last report."""
 
     @_builtins.property
-    def away_since(self) -> _timestamp_pb2.Timestamp:
-        """When its stream ended. Absent: it is there."""
+    def disconnected_at(self) -> _timestamp_pb2.Timestamp:
+        """When its stream ended. Absent: it is connected."""
 
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         status: _learner_pb2.LearnerStatus | None = ...,
-        away_since: _timestamp_pb2.Timestamp | None = ...,
+        disconnected_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["away_since", b"away_since", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disconnected_at", b"disconnected_at", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_since", b"away_since", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disconnected_at", b"disconnected_at", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

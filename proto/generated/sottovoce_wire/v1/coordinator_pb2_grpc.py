@@ -6,7 +6,7 @@ from sottovoce_wire.v1 import coordinator_pb2 as sottovoce__wire_dot_v1_dot_coor
 
 
 class CoordinatorStub(object):
-    """Sets the pace; never in the data path.
+    """Distributes the topology and the round clock. Never in the data path.
     """
 
     def __init__(self, channel):
@@ -17,8 +17,8 @@ class CoordinatorStub(object):
         """
         self.Join = channel.stream_stream(
                 '/sottovoce_wire.v1.Coordinator/Join',
-                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.FromString,
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.LearnerMessage.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Command.FromString,
                 )
         self.StartRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/StartRun',
@@ -73,54 +73,54 @@ class CoordinatorStub(object):
 
 
 class CoordinatorServicer(object):
-    """Sets the pace; never in the data path.
+    """Distributes the topology and the round clock. Never in the data path.
     """
 
     def Join(self, request_iterator, context):
-        """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
-        counts for the learner that opened it, and for no other: nobody reports in another one's name.
+        """A learner registers, reports its progress, and follows commands until the stream ends. Messages on a stream are attributed
+        to the learner that opened it: no learner can report under another learner's name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartRun(self, request, context):
-        """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
-        those before it.
+        """Start a run on learners that have joined and are in no other active run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """End a run.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since.
+        """Continue a failed run where the logs of its learners end, unless one of them has been in another run since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaveRun(self, request, context):
-        """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once.
+        """Remove a learner from an active run, which continues without it. A learner that is not connected is removed at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinRun(self, request, context):
-        """A learner that is away takes part in a run under way, from the first round on that nobody has said.
+        """Add an absent learner to an active run, from the first round that no learner has committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecoverRun(self, request, context):
-        """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it.
+        """Continue a run that this coordinator does not know, because its state was lost, from the state of all its learners.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,21 +133,22 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended.
+        """Newest first. A coordinator remembers all active runs and a bounded number of ended ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """The run as it stands, again whenever it may have changed; the last one carries a final state.
+        """The current run, sent again whenever it may have changed. The last one carries a final state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebindLearner(self, request, context):
-        """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has.
+        """Accept a new state folder for a learner whose folder is lost: the next learner that joins under its name is accepted with
+        any folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,8 +159,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.SerializeToString,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.LearnerMessage.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Command.SerializeToString,
             ),
             'StartRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StartRun,
@@ -219,7 +220,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator(object):
-    """Sets the pace; never in the data path.
+    """Distributes the topology and the round clock. Never in the data path.
     """
 
     @staticmethod
@@ -234,8 +235,8 @@ class Coordinator(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.stream_stream(request_iterator, target, '/sottovoce_wire.v1.Coordinator/Join',
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.SerializeToString,
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.FromString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.LearnerMessage.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Command.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

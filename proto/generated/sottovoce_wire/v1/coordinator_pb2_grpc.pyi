@@ -27,78 +27,80 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """Sets the pace; never in the data path."""
+    """Distributes the topology and the round clock. Never in the data path."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
-    Join: _grpc.StreamStreamMultiCallable[_coordinator_pb2.Event, _coordinator_pb2.Directive]
-    """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
-    counts for the learner that opened it, and for no other: nobody reports in another one's name.
+    Join: _grpc.StreamStreamMultiCallable[_coordinator_pb2.LearnerMessage, _coordinator_pb2.Command]
+    """A learner registers, reports its progress, and follows commands until the stream ends. Messages on a stream are attributed
+    to the learner that opened it: no learner can report under another learner's name.
     """
     StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]
-    """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
-    those before it.
-    """
+    """Start a run on learners that have joined and are in no other active run."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]
+    """End a run."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]
-    """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    """Continue a failed run where the logs of its learners end, unless one of them has been in another run since."""
     LeaveRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRunRequest, _coordinator_pb2.Run]
-    """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+    """Remove a learner from an active run, which continues without it. A learner that is not connected is removed at once."""
     JoinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]
-    """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+    """Add an absent learner to an active run, from the first round that no learner has committed."""
     RecoverRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]
-    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
+    """Continue a run that this coordinator does not know, because its state was lost, from the state of all its learners."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
-    """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
+    """Newest first. A coordinator remembers all active runs and a bounded number of ended ones."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]
-    """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+    """The current run, sent again whenever it may have changed. The last one carries a final state."""
     RebindLearner: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]
-    """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
+    """Accept a new state folder for a learner whose folder is lost: the next learner that joins under its name is accepted with
+    any folder.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """Sets the pace; never in the data path."""
+    """Distributes the topology and the round clock. Never in the data path."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.Event, _coordinator_pb2.Directive]  # type: ignore[assignment]
-    """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
-    counts for the learner that opened it, and for no other: nobody reports in another one's name.
+    Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.LearnerMessage, _coordinator_pb2.Command]  # type: ignore[assignment]
+    """A learner registers, reports its progress, and follows commands until the stream ends. Messages on a stream are attributed
+    to the learner that opened it: no learner can report under another learner's name.
     """
     StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
-    those before it.
-    """
+    """Start a run on learners that have joined and are in no other active run."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """End a run."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    """Continue a failed run where the logs of its learners end, unless one of them has been in another run since."""
     LeaveRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+    """Remove a learner from an active run, which continues without it. A learner that is not connected is removed at once."""
     JoinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+    """Add an absent learner to an active run, from the first round that no learner has committed."""
     RecoverRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
+    """Continue a run that this coordinator does not know, because its state was lost, from the state of all its learners."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
+    """Newest first. A coordinator remembers all active runs and a bounded number of ended ones."""
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+    """The current run, sent again whenever it may have changed. The last one carries a final state."""
     RebindLearner: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]  # type: ignore[assignment]
-    """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
+    """Accept a new state folder for a learner whose folder is lost: the next learner that joins under its name is accepted with
+    any folder.
+    """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """Sets the pace; never in the data path."""
+    """Distributes the topology and the round clock. Never in the data path."""
 
     @_abc_1.abstractmethod
     def Join(
         self,
-        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.Event],
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.LearnerMessage],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Directive], _abc.AsyncIterator[_coordinator_pb2.Directive]]:
-        """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
-        counts for the learner that opened it, and for no other: nobody reports in another one's name.
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Command], _abc.AsyncIterator[_coordinator_pb2.Command]]:
+        """A learner registers, reports its progress, and follows commands until the stream ends. Messages on a stream are attributed
+        to the learner that opened it: no learner can report under another learner's name.
         """
 
     @_abc_1.abstractmethod
@@ -107,16 +109,15 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StartRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
-        those before it.
-        """
+        """Start a run on learners that have joined and are in no other active run."""
 
     @_abc_1.abstractmethod
     def StopRun(
         self,
         request: _coordinator_pb2.StopRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]: ...
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """End a run."""
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -124,7 +125,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+        """Continue a failed run where the logs of its learners end, unless one of them has been in another run since."""
 
     @_abc_1.abstractmethod
     def LeaveRun(
@@ -132,7 +133,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.LeaveRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+        """Remove a learner from an active run, which continues without it. A learner that is not connected is removed at once."""
 
     @_abc_1.abstractmethod
     def JoinRun(
@@ -140,7 +141,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.JoinRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+        """Add an absent learner to an active run, from the first round that no learner has committed."""
 
     @_abc_1.abstractmethod
     def RecoverRun(
@@ -148,7 +149,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RecoverRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
+        """Continue a run that this coordinator does not know, because its state was lost, from the state of all its learners."""
 
     @_abc_1.abstractmethod
     def GetRun(
@@ -163,7 +164,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListRunsResponse, _abc.Awaitable[_coordinator_pb2.ListRunsResponse]]:
-        """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
+        """Newest first. A coordinator remembers all active runs and a bounded number of ended ones."""
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -171,7 +172,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Run], _abc.AsyncIterator[_coordinator_pb2.Run]]:
-        """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+        """The current run, sent again whenever it may have changed. The last one carries a final state."""
 
     @_abc_1.abstractmethod
     def RebindLearner(
@@ -179,6 +180,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RebindLearnerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RebindLearnerResponse, _abc.Awaitable[_coordinator_pb2.RebindLearnerResponse]]:
-        """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
+        """Accept a new state folder for a learner whose folder is lost: the next learner that joins under its name is accepted with
+        any folder.
+        """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

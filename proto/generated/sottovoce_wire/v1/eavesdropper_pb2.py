@@ -16,7 +16,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from sottovoce_wire.v1 import tensor_pb2 as sottovoce__wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$sottovoce_wire/v1/eavesdropper.proto\x12\x11sottovoce_wire.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1esottovoce_wire/v1/tensor.proto\"7\n\x05Route\x12\x0e\n\x06\x63\x61ller\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61llee\x18\x02 \x01(\r\x12\x0e\n\x06target\x18\x03 \x01(\t\"\xea\x01\n\x12OpenCaptureRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12(\n\x06routes\x18\x03 \x03(\x0b\x32\x18.sottovoce_wire.v1.Route\x12\x12\n\nn_features\x18\x04 \x01(\r\x12\x12\n\x05world\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x06 \x01(\rH\x01\x88\x01\x01\x12(\n\x06\x66ields\x18\x07 \x03(\x0b\x32\x18.sottovoce_wire.v1.Field\x12\x0e\n\x06resume\x18\x08 \x01(\x08\x42\x08\n\x06_worldB\n\n\x08_replica\"\x91\x01\n\x13OpenCaptureResponse\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x17\n\x0frelay_addresses\x18\x02 \x03(\t\x12\x16\n\x0emirror_address\x18\x03 \x01(\t\x12\x10\n\x08location\x18\x04 \x01(\t\x12\x0c\n\x04gaps\x18\x05 \x01(\r\x12\x15\n\rcontradiction\x18\x06 \x01(\t\"\xb5\x01\n\x0b\x43\x61ptureInfo\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08location\x18\x03 \x01(\t\x12\x10\n\x08messages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0c\n\x04open\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x0c\n\x04gaps\x18\x08 \x01(\r\x12$\n\x04ways\x18\t \x03(\x0b\x32\x16.sottovoce_wire.v1.Way\"H\n\x03Way\x12\x0e\n\x06sender\x18\x01 \x01(\r\x12\x10\n\x08receiver\x18\x02 \x01(\r\x12\x10\n\x08messages\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"L\n\x13ListCapturesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\"a\n\x14ListCapturesResponse\x12\x30\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x1e.sottovoce_wire.v1.CaptureInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\">\n\x14StreamCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x12\n\nfirst_part\x18\x02 \x01(\r\"3\n\x15StreamCaptureResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"3\n\x0fListSentRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08learners\x18\x02 \x03(\t\"9\n\x10ListSentResponse\x12%\n\x04sent\x18\x01 \x03(\x0b\x32\x17.sottovoce_wire.v1.Sent\"d\n\x04Sent\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\x12\x0e\n\x06rounds\x18\x03 \x01(\x04\x12+\n\x07last_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\")\n\x13\x43loseCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\"G\n\x14\x43loseCaptureResponse\x12/\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x1e.sottovoce_wire.v1.CaptureInfo\"e\n\rMirrorRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06sender\x18\x02 \x01(\r\x12\x34\n\x08messages\x18\x03 \x03(\x0b\x32\".sottovoce_wire.v1.MirroredMessage\"b\n\x0fMirroredMessage\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\treceivers\x18\x02 \x03(\r\x12+\n\x07sent_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\"\n\x0eMirrorResponse\x12\x10\n\x08messages\x18\x01 \x01(\x04\x32\xba\x04\n\x0c\x45\x61vesdropper\x12\\\n\x0bOpenCapture\x12%.sottovoce_wire.v1.OpenCaptureRequest\x1a&.sottovoce_wire.v1.OpenCaptureResponse\x12_\n\x0cListCaptures\x12&.sottovoce_wire.v1.ListCapturesRequest\x1a\'.sottovoce_wire.v1.ListCapturesResponse\x12\x64\n\rStreamCapture\x12\'.sottovoce_wire.v1.StreamCaptureRequest\x1a(.sottovoce_wire.v1.StreamCaptureResponse0\x01\x12_\n\x0c\x43loseCapture\x12&.sottovoce_wire.v1.CloseCaptureRequest\x1a\'.sottovoce_wire.v1.CloseCaptureResponse\x12S\n\x08ListSent\x12\".sottovoce_wire.v1.ListSentRequest\x1a#.sottovoce_wire.v1.ListSentResponse\x12O\n\x06Mirror\x12 .sottovoce_wire.v1.MirrorRequest\x1a!.sottovoce_wire.v1.MirrorResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$sottovoce_wire/v1/eavesdropper.proto\x12\x11sottovoce_wire.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1esottovoce_wire/v1/tensor.proto\"7\n\x05Route\x12\x0e\n\x06\x63\x61ller\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61llee\x18\x02 \x01(\r\x12\x0e\n\x06target\x18\x03 \x01(\t\"\xea\x01\n\x12OpenCaptureRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12(\n\x06routes\x18\x03 \x03(\x0b\x32\x18.sottovoce_wire.v1.Route\x12\x12\n\nn_features\x18\x04 \x01(\r\x12\x12\n\x05world\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x06 \x01(\rH\x01\x88\x01\x01\x12(\n\x06\x66ields\x18\x07 \x03(\x0b\x32\x18.sottovoce_wire.v1.Field\x12\x0e\n\x06resume\x18\x08 \x01(\x08\x42\x08\n\x06_worldB\n\n\x08_replica\"\x91\x01\n\x13OpenCaptureResponse\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x17\n\x0frelay_addresses\x18\x02 \x03(\t\x12\x16\n\x0emirror_address\x18\x03 \x01(\t\x12\x10\n\x08location\x18\x04 \x01(\t\x12\x0c\n\x04gaps\x18\x05 \x01(\r\x12\x15\n\rcontradiction\x18\x06 \x01(\t\"\xc4\x01\n\x0b\x43\x61ptureInfo\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08location\x18\x03 \x01(\t\x12\x10\n\x08messages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0c\n\x04open\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x0c\n\x04gaps\x18\x08 \x01(\r\x12\x33\n\x08\x63hannels\x18\t \x03(\x0b\x32!.sottovoce_wire.v1.ChannelTraffic\"S\n\x0e\x43hannelTraffic\x12\x0e\n\x06sender\x18\x01 \x01(\r\x12\x10\n\x08receiver\x18\x02 \x01(\r\x12\x10\n\x08messages\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"L\n\x13ListCapturesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\"a\n\x14ListCapturesResponse\x12\x30\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x1e.sottovoce_wire.v1.CaptureInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\">\n\x14StreamCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x12\n\nfirst_part\x18\x02 \x01(\r\"3\n\x15StreamCaptureResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x15ListSentRoundsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08learners\x18\x02 \x03(\t\"L\n\x16ListSentRoundsResponse\x12\x32\n\x0bsent_rounds\x18\x01 \x03(\x0b\x32\x1d.sottovoce_wire.v1.SentRounds\"j\n\nSentRounds\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\x12\x0e\n\x06rounds\x18\x03 \x01(\x04\x12+\n\x07last_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\")\n\x13\x43loseCaptureRequest\x12\x12\n\ncapture_id\x18\x01 \x01(\t\"G\n\x14\x43loseCaptureResponse\x12/\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x1e.sottovoce_wire.v1.CaptureInfo\"e\n\rMirrorRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06sender\x18\x02 \x01(\r\x12\x34\n\x08messages\x18\x03 \x03(\x0b\x32\".sottovoce_wire.v1.MirroredMessage\"b\n\x0fMirroredMessage\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\treceivers\x18\x02 \x03(\r\x12+\n\x07sent_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\"\n\x0eMirrorResponse\x12\x10\n\x08messages\x18\x01 \x01(\x04\x32\xcc\x04\n\x0c\x45\x61vesdropper\x12\\\n\x0bOpenCapture\x12%.sottovoce_wire.v1.OpenCaptureRequest\x1a&.sottovoce_wire.v1.OpenCaptureResponse\x12_\n\x0cListCaptures\x12&.sottovoce_wire.v1.ListCapturesRequest\x1a\'.sottovoce_wire.v1.ListCapturesResponse\x12\x64\n\rStreamCapture\x12\'.sottovoce_wire.v1.StreamCaptureRequest\x1a(.sottovoce_wire.v1.StreamCaptureResponse0\x01\x12_\n\x0c\x43loseCapture\x12&.sottovoce_wire.v1.CloseCaptureRequest\x1a\'.sottovoce_wire.v1.CloseCaptureResponse\x12\x65\n\x0eListSentRounds\x12(.sottovoce_wire.v1.ListSentRoundsRequest\x1a).sottovoce_wire.v1.ListSentRoundsResponse\x12O\n\x06Mirror\x12 .sottovoce_wire.v1.MirrorRequest\x1a!.sottovoce_wire.v1.MirrorResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -30,33 +30,33 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_OPENCAPTURERESPONSE']._serialized_start=419
   _globals['_OPENCAPTURERESPONSE']._serialized_end=564
   _globals['_CAPTUREINFO']._serialized_start=567
-  _globals['_CAPTUREINFO']._serialized_end=748
-  _globals['_WAY']._serialized_start=750
-  _globals['_WAY']._serialized_end=822
-  _globals['_LISTCAPTURESREQUEST']._serialized_start=824
-  _globals['_LISTCAPTURESREQUEST']._serialized_end=900
-  _globals['_LISTCAPTURESRESPONSE']._serialized_start=902
-  _globals['_LISTCAPTURESRESPONSE']._serialized_end=999
-  _globals['_STREAMCAPTUREREQUEST']._serialized_start=1001
-  _globals['_STREAMCAPTUREREQUEST']._serialized_end=1063
-  _globals['_STREAMCAPTURERESPONSE']._serialized_start=1065
-  _globals['_STREAMCAPTURERESPONSE']._serialized_end=1116
-  _globals['_LISTSENTREQUEST']._serialized_start=1118
-  _globals['_LISTSENTREQUEST']._serialized_end=1169
-  _globals['_LISTSENTRESPONSE']._serialized_start=1171
-  _globals['_LISTSENTRESPONSE']._serialized_end=1228
-  _globals['_SENT']._serialized_start=1230
-  _globals['_SENT']._serialized_end=1330
-  _globals['_CLOSECAPTUREREQUEST']._serialized_start=1332
-  _globals['_CLOSECAPTUREREQUEST']._serialized_end=1373
-  _globals['_CLOSECAPTURERESPONSE']._serialized_start=1375
-  _globals['_CLOSECAPTURERESPONSE']._serialized_end=1446
-  _globals['_MIRRORREQUEST']._serialized_start=1448
-  _globals['_MIRRORREQUEST']._serialized_end=1549
-  _globals['_MIRROREDMESSAGE']._serialized_start=1551
-  _globals['_MIRROREDMESSAGE']._serialized_end=1649
-  _globals['_MIRRORRESPONSE']._serialized_start=1651
-  _globals['_MIRRORRESPONSE']._serialized_end=1685
-  _globals['_EAVESDROPPER']._serialized_start=1688
-  _globals['_EAVESDROPPER']._serialized_end=2258
+  _globals['_CAPTUREINFO']._serialized_end=763
+  _globals['_CHANNELTRAFFIC']._serialized_start=765
+  _globals['_CHANNELTRAFFIC']._serialized_end=848
+  _globals['_LISTCAPTURESREQUEST']._serialized_start=850
+  _globals['_LISTCAPTURESREQUEST']._serialized_end=926
+  _globals['_LISTCAPTURESRESPONSE']._serialized_start=928
+  _globals['_LISTCAPTURESRESPONSE']._serialized_end=1025
+  _globals['_STREAMCAPTUREREQUEST']._serialized_start=1027
+  _globals['_STREAMCAPTUREREQUEST']._serialized_end=1089
+  _globals['_STREAMCAPTURERESPONSE']._serialized_start=1091
+  _globals['_STREAMCAPTURERESPONSE']._serialized_end=1142
+  _globals['_LISTSENTROUNDSREQUEST']._serialized_start=1144
+  _globals['_LISTSENTROUNDSREQUEST']._serialized_end=1201
+  _globals['_LISTSENTROUNDSRESPONSE']._serialized_start=1203
+  _globals['_LISTSENTROUNDSRESPONSE']._serialized_end=1279
+  _globals['_SENTROUNDS']._serialized_start=1281
+  _globals['_SENTROUNDS']._serialized_end=1387
+  _globals['_CLOSECAPTUREREQUEST']._serialized_start=1389
+  _globals['_CLOSECAPTUREREQUEST']._serialized_end=1430
+  _globals['_CLOSECAPTURERESPONSE']._serialized_start=1432
+  _globals['_CLOSECAPTURERESPONSE']._serialized_end=1503
+  _globals['_MIRRORREQUEST']._serialized_start=1505
+  _globals['_MIRRORREQUEST']._serialized_end=1606
+  _globals['_MIRROREDMESSAGE']._serialized_start=1608
+  _globals['_MIRROREDMESSAGE']._serialized_end=1706
+  _globals['_MIRRORRESPONSE']._serialized_start=1708
+  _globals['_MIRRORRESPONSE']._serialized_end=1742
+  _globals['_EAVESDROPPER']._serialized_start=1745
+  _globals['_EAVESDROPPER']._serialized_end=2333
 # @@protoc_insertion_point(module_scope)

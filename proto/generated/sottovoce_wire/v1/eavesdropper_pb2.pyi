@@ -62,21 +62,21 @@ class OpenCaptureRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
-    """The run spec, JSON with its `format`: kept beside the records."""
+    """The run spec, JSON with its `format`. Stored with the capture."""
     n_features: _builtins.int
-    """Features of a record. 0: not said."""
+    """Number of features of a record. 0: not stated."""
     world: _builtins.int
-    """Which of an audit's two data sets this run learns from, and which repetition it is: kept beside the records."""
+    """Which of an audit's two worlds this run learns from, and which repetition it is. Stored with the capture."""
     replica: _builtins.int
     resume: _builtins.bool
-    """Only take up the capture of this run that is open, or was left open by an eavesdropper that died: with the same ports.
-    But for `run_id`, only what has changed is told then: where routes lead, and the spec.
+    """Continue the capture of this run that is open, or that an eavesdropper left open when it died, with the same ports. The request
+    holds `run_id` and only what has changed: targets of routes, and the spec.
     """
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
-        """What a round's values are, in their order: kept beside the records, which do not say so themselves."""
+        """Fields of a round's message, in order. Stored with the capture, because messages do not contain them."""
 
     def __init__(
         self,
@@ -117,16 +117,16 @@ class OpenCaptureResponse(_message.Message):
     CONTRADICTION_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     mirror_address: _builtins.str
-    """Where mirrored messages go."""
+    """Address to which messages are mirrored."""
     location: _builtins.str
-    """Folder (or URL) of the records."""
+    """Folder or URL of the capture."""
     gaps: _builtins.int
-    """Intervals of rounds that are missing so far."""
+    """Number of intervals of rounds that are missing so far."""
     contradiction: _builtins.str
-    """The first round that was recorded with two contents, in words; empty: none was."""
+    """Description of the first round that was recorded with two contents; empty: none."""
     @_builtins.property
     def relay_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where learners should connect in place of each route's target."""
+        """Addresses to which learners connect in place of each route's target."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class CaptureInfo(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
-    WAYS_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     run_id: _builtins.str
     location: _builtins.str
@@ -168,10 +168,10 @@ class CaptureInfo(_message.Message):
     error: _builtins.str
     """Why it could not be written to its end; empty: it could."""
     gaps: _builtins.int
-    """Intervals of rounds that are missing."""
+    """Number of intervals of rounds that are missing."""
     @_builtins.property
-    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
-        """What passed on each way, where the captures of one run are asked for."""
+    def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelTraffic]:
+        """Traffic of each channel. Filled where the captures of one run are requested."""
 
     def __init__(
         self,
@@ -184,19 +184,19 @@ class CaptureInfo(_message.Message):
         open: _builtins.bool = ...,
         error: _builtins.str = ...,
         gaps: _builtins.int = ...,
-        ways: _abc.Iterable[Global___Way] | None = ...,
+        channels: _abc.Iterable[Global___ChannelTraffic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "gaps", b"gaps", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "channels", b"channels", "error", b"error", "gaps", b"gaps", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CaptureInfo: _TypeAlias = CaptureInfo  # noqa: Y015
 
 @_typing.final
-class Way(_message.Message):
-    """From one learner to another: messages, or of a wiretap TLS records, and their bytes."""
+class ChannelTraffic(_message.Message):
+    """Messages from one learner to another and their bytes. A wiretap counts TLS records in place of messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -222,7 +222,7 @@ class Way(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Way: _TypeAlias = Way  # noqa: Y015
+Global___ChannelTraffic: _TypeAlias = ChannelTraffic  # noqa: Y015
 
 @_typing.final
 class ListCapturesRequest(_message.Message):
@@ -232,11 +232,11 @@ class ListCapturesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many; 0: as many as the service thinks fit."""
+    """Maximum number of captures; 0: the service chooses."""
     page_token: _builtins.str
     """The `next_page_token` of the page before; empty: the first page."""
     run_id: _builtins.str
-    """Those of this run; empty: of every run."""
+    """Captures of this run; empty: of every run."""
     def __init__(
         self,
         *,
@@ -284,7 +284,7 @@ class StreamCaptureRequest(_message.Message):
     FIRST_PART_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     first_part: _builtins.int
-    """Only parts from this number on, counted from 1: a part never changes. What describes the capture always comes."""
+    """Only parts from this number on, counted from 1: a part never changes. The files that describe the capture always come."""
     def __init__(
         self,
         *,
@@ -323,16 +323,16 @@ class StreamCaptureResponse(_message.Message):
 Global___StreamCaptureResponse: _TypeAlias = StreamCaptureResponse  # noqa: Y015
 
 @_typing.final
-class ListSentRequest(_message.Message):
+class ListSentRoundsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     LEARNERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Of this run; empty: of every run."""
+    """Rounds of this run; empty: of every run."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of these learners, by name; none: of all."""
+        """Names of learners; empty: all learners."""
 
     def __init__(
         self,
@@ -346,31 +346,31 @@ class ListSentRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListSentRequest: _TypeAlias = ListSentRequest  # noqa: Y015
+Global___ListSentRoundsRequest: _TypeAlias = ListSentRoundsRequest  # noqa: Y015
 
 @_typing.final
-class ListSentResponse(_message.Message):
+class ListSentRoundsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SENT_FIELD_NUMBER: _builtins.int
+    SENT_ROUNDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sent]: ...
+    def sent_rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentRounds]: ...
     def __init__(
         self,
         *,
-        sent: _abc.Iterable[Global___Sent] | None = ...,
+        sent_rounds: _abc.Iterable[Global___SentRounds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent", b"sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_rounds", b"sent_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListSentResponse: _TypeAlias = ListSentResponse  # noqa: Y015
+Global___ListSentRoundsResponse: _TypeAlias = ListSentRoundsResponse  # noqa: Y015
 
 @_typing.final
-class Sent(_message.Message):
-    """What a learner has sent in a run at least."""
+class SentRounds(_message.Message):
+    """Lower bound of what a learner has sent in a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,10 +381,10 @@ class Sent(_message.Message):
     run_id: _builtins.str
     learner: _builtins.str
     rounds: _builtins.int
-    """One more than the last round of which a message was recorded."""
+    """One more than the last round with a recorded message."""
     @_builtins.property
     def last_at(self) -> _timestamp_pb2.Timestamp:
-        """When that was recorded."""
+        """When the message of that round was recorded."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ class Sent(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sent: _TypeAlias = Sent  # noqa: Y015
+Global___SentRounds: _TypeAlias = SentRounds  # noqa: Y015
 
 @_typing.final
 class CloseCaptureRequest(_message.Message):
@@ -443,7 +443,7 @@ Global___CloseCaptureResponse: _TypeAlias = CloseCaptureResponse  # noqa: Y015
 
 @_typing.final
 class MirrorRequest(_message.Message):
-    """Messages of one learner, copied: each once, whatever the number of neighbours that heard it."""
+    """Copies of one learner's messages: each once, whatever the number of recipients."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

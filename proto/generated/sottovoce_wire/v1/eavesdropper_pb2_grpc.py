@@ -6,7 +6,7 @@ from sottovoce_wire.v1 import eavesdropper_pb2 as sottovoce__wire_dot_v1_dot_eav
 
 
 class EavesdropperStub(object):
-    """Listens on the channels and records what crosses them.
+    """Records the traffic of the channels between learners.
     """
 
     def __init__(self, channel):
@@ -35,10 +35,10 @@ class EavesdropperStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureResponse.FromString,
                 )
-        self.ListSent = channel.unary_unary(
-                '/sottovoce_wire.v1.Eavesdropper/ListSent',
-                request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.FromString,
+        self.ListSentRounds = channel.unary_unary(
+                '/sottovoce_wire.v1.Eavesdropper/ListSentRounds',
+                request_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsResponse.FromString,
                 )
         self.Mirror = channel.stream_unary(
                 '/sottovoce_wire.v1.Eavesdropper/Mirror',
@@ -48,11 +48,11 @@ class EavesdropperStub(object):
 
 
 class EavesdropperServicer(object):
-    """Listens on the channels and records what crosses them.
+    """Records the traffic of the channels between learners.
     """
 
     def OpenCapture(self, request, context):
-        """Begin a capture. For every route a relay port is opened; the addresses come back in the same order.
+        """Begin a capture. A relay port is opened for every route; the addresses come back in the same order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,21 +73,21 @@ class EavesdropperServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseCapture(self, request, context):
-        """End a capture: what is in memory is written, and the relay ports are closed.
+        """End a capture: write what is in memory and close the relay ports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListSent(self, request, context):
-        """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed.
+    def ListSentRounds(self, request, context):
+        """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Mirror(self, request_iterator, context):
-        """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels.
+        """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,10 +116,10 @@ def add_EavesdropperServicer_to_server(servicer, server):
                     request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.CloseCaptureResponse.SerializeToString,
             ),
-            'ListSent': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListSent,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.SerializeToString,
+            'ListSentRounds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSentRounds,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsResponse.SerializeToString,
             ),
             'Mirror': grpc.stream_unary_rpc_method_handler(
                     servicer.Mirror,
@@ -134,7 +134,7 @@ def add_EavesdropperServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Eavesdropper(object):
-    """Listens on the channels and records what crosses them.
+    """Records the traffic of the channels between learners.
     """
 
     @staticmethod
@@ -206,7 +206,7 @@ class Eavesdropper(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def ListSent(request,
+    def ListSentRounds(request,
             target,
             options=(),
             channel_credentials=None,
@@ -216,9 +216,9 @@ class Eavesdropper(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Eavesdropper/ListSent',
-            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Eavesdropper/ListSentRounds',
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_eavesdropper__pb2.ListSentRoundsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -27,45 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EavesdropperStub:
-    """Listens on the channels and records what crosses them."""
+    """Records the traffic of the channels between learners."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EavesdropperAsyncStub: ...
     OpenCapture: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.OpenCaptureRequest, _eavesdropper_pb2.OpenCaptureResponse]
-    """Begin a capture. For every route a relay port is opened; the addresses come back in the same order."""
+    """Begin a capture. A relay port is opened for every route; the addresses come back in the same order."""
     ListCaptures: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListCapturesRequest, _eavesdropper_pb2.ListCapturesResponse]
     """Newest first."""
     StreamCapture: _grpc.UnaryStreamMultiCallable[_eavesdropper_pb2.StreamCaptureRequest, _eavesdropper_pb2.StreamCaptureResponse]
     """The recorded files of a capture, in pieces."""
     CloseCapture: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]
-    """End a capture: what is in memory is written, and the relay ports are closed."""
-    ListSent: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRequest, _eavesdropper_pb2.ListSentResponse]
-    """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
+    """End a capture: write what is in memory and close the relay ports."""
+    ListSentRounds: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRoundsRequest, _eavesdropper_pb2.ListSentRoundsResponse]
+    """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed."""
     Mirror: _grpc.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]
-    """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels."""
+    """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
 
 @_typing.type_check_only
 class EavesdropperAsyncStub(EavesdropperStub):
-    """Listens on the channels and records what crosses them."""
+    """Records the traffic of the channels between learners."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenCapture: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.OpenCaptureRequest, _eavesdropper_pb2.OpenCaptureResponse]  # type: ignore[assignment]
-    """Begin a capture. For every route a relay port is opened; the addresses come back in the same order."""
+    """Begin a capture. A relay port is opened for every route; the addresses come back in the same order."""
     ListCaptures: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListCapturesRequest, _eavesdropper_pb2.ListCapturesResponse]  # type: ignore[assignment]
     """Newest first."""
     StreamCapture: _aio.UnaryStreamMultiCallable[_eavesdropper_pb2.StreamCaptureRequest, _eavesdropper_pb2.StreamCaptureResponse]  # type: ignore[assignment]
     """The recorded files of a capture, in pieces."""
     CloseCapture: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]  # type: ignore[assignment]
-    """End a capture: what is in memory is written, and the relay ports are closed."""
-    ListSent: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRequest, _eavesdropper_pb2.ListSentResponse]  # type: ignore[assignment]
-    """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
+    """End a capture: write what is in memory and close the relay ports."""
+    ListSentRounds: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListSentRoundsRequest, _eavesdropper_pb2.ListSentRoundsResponse]  # type: ignore[assignment]
+    """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed."""
     Mirror: _aio.StreamUnaryMultiCallable[_eavesdropper_pb2.MirrorRequest, _eavesdropper_pb2.MirrorResponse]  # type: ignore[assignment]
-    """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels."""
+    """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
 
 class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
-    """Listens on the channels and records what crosses them."""
+    """Records the traffic of the channels between learners."""
 
     @_abc_1.abstractmethod
     def OpenCapture(
@@ -73,7 +73,7 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         request: _eavesdropper_pb2.OpenCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_eavesdropper_pb2.OpenCaptureResponse, _abc.Awaitable[_eavesdropper_pb2.OpenCaptureResponse]]:
-        """Begin a capture. For every route a relay port is opened; the addresses come back in the same order."""
+        """Begin a capture. A relay port is opened for every route; the addresses come back in the same order."""
 
     @_abc_1.abstractmethod
     def ListCaptures(
@@ -97,15 +97,15 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         request: _eavesdropper_pb2.CloseCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_eavesdropper_pb2.CloseCaptureResponse, _abc.Awaitable[_eavesdropper_pb2.CloseCaptureResponse]]:
-        """End a capture: what is in memory is written, and the relay ports are closed."""
+        """End a capture: write what is in memory and close the relay ports."""
 
     @_abc_1.abstractmethod
-    def ListSent(
+    def ListSentRounds(
         self,
-        request: _eavesdropper_pb2.ListSentRequest,
+        request: _eavesdropper_pb2.ListSentRoundsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_eavesdropper_pb2.ListSentResponse, _abc.Awaitable[_eavesdropper_pb2.ListSentResponse]]:
-        """How far learners are known to be in runs that the caller has had captured here, whether the captures are open or closed."""
+    ) -> _typing.Union[_eavesdropper_pb2.ListSentRoundsResponse, _abc.Awaitable[_eavesdropper_pb2.ListSentRoundsResponse]]:
+        """Rounds that learners have sent in runs whose capture the caller opened here, whether it is open or closed."""
 
     @_abc_1.abstractmethod
     def Mirror(
@@ -113,6 +113,6 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_eavesdropper_pb2.MirrorRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_eavesdropper_pb2.MirrorResponse, _abc.Awaitable[_eavesdropper_pb2.MirrorResponse]]:
-        """Learners copy what they say (capture: mirror). Sees no metadata, sizes on the wire or side channels."""
+        """Learners copy their messages (capture: mirror). Contains no metadata, sizes on the wire or side channels."""
 
 def add_EavesdropperServicer_to_server(servicer: EavesdropperServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

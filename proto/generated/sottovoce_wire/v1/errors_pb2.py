@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esottovoce_wire/v1/errors.proto\x12\x11sottovoce_wire.v1*\xc1\x03\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45RROR_REASON_SPEC\x10\x01\x12\x1d\n\x19\x45RROR_REASON_CHECK_FAILED\x10\x02\x12\x15\n\x11\x45RROR_REASON_DATA\x10\x03\x12\x1a\n\x16\x45RROR_REASON_NOT_READY\x10\x04\x12\x1f\n\x1b\x45RROR_REASON_LOCAL_PROTOCOL\x10\x05\x12 \n\x1c\x45RROR_REASON_REMOTE_PROTOCOL\x10\x06\x12\x19\n\x15\x45RROR_REASON_STRANGER\x10\x07\x12\x1d\n\x19\x45RROR_REASON_EQUIVOCATION\x10\x08\x12!\n\x1d\x45RROR_REASON_BUDGET_EXHAUSTED\x10\t\x12\x18\n\x14\x45RROR_REASON_CAPTURE\x10\n\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\x0b\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_ALREADY_EXISTS\x10\r\x12\x16\n\x12\x45RROR_REASON_LIMIT\x10\x0e\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esottovoce_wire/v1/errors.proto\x12\x11sottovoce_wire.v1*\x83\x04\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45RROR_REASON_SPEC\x10\x01\x12$\n ERROR_REASON_ASSUMPTION_VIOLATED\x10\x02\x12\x15\n\x11\x45RROR_REASON_DATA\x10\x03\x12$\n ERROR_REASON_FAILED_PRECONDITION\x10\x04\x12\x1f\n\x1b\x45RROR_REASON_LOCAL_PROTOCOL\x10\x05\x12 \n\x1c\x45RROR_REASON_REMOTE_PROTOCOL\x10\x06\x12\"\n\x1e\x45RROR_REASON_PERMISSION_DENIED\x10\x07\x12\x1d\n\x19\x45RROR_REASON_EQUIVOCATION\x10\x08\x12!\n\x1d\x45RROR_REASON_BUDGET_EXHAUSTED\x10\t\x12\x18\n\x14\x45RROR_REASON_CAPTURE\x10\n\x12\x1c\n\x18\x45RROR_REASON_UNAVAILABLE\x10\x0b\x12\x1a\n\x16\x45RROR_REASON_NOT_FOUND\x10\x0c\x12\x1f\n\x1b\x45RROR_REASON_ALREADY_EXISTS\x10\r\x12\x1e\n\x1a\x45RROR_REASON_LIMIT_REACHED\x10\x0e\x12\x1e\n\x1a\x45RROR_REASON_CORRUPT_STATE\x10\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -22,5 +22,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sottovoce_wire.v1.errors_pb
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_ERRORREASON']._serialized_start=54
-  _globals['_ERRORREASON']._serialized_end=503
+  _globals['_ERRORREASON']._serialized_end=569
 # @@protoc_insertion_point(module_scope)

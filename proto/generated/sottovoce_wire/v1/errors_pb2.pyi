@@ -25,68 +25,72 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """An error of the service that fits none of the others."""
     ERROR_REASON_SPEC: _ErrorReason.ValueType  # 1
-    """A run spec, or another argument, is not allowed."""
-    ERROR_REASON_CHECK_FAILED: _ErrorReason.ValueType  # 2
-    """A validity condition of an algorithm does not hold; the metadata's `code` is the condition's name in the docs."""
+    """A run spec or another argument is not allowed."""
+    ERROR_REASON_ASSUMPTION_VIOLATED: _ErrorReason.ValueType  # 2
+    """An assumption of an algorithm's proof does not hold; the metadata's `code` is its name in the docs."""
     ERROR_REASON_DATA: _ErrorReason.ValueType  # 3
     """Records are unusable."""
-    ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 4
-    """The service cannot give this in its present state."""
+    ERROR_REASON_FAILED_PRECONDITION: _ErrorReason.ValueType  # 4
+    """The service cannot do this in its present state."""
     ERROR_REASON_LOCAL_PROTOCOL: _ErrorReason.ValueType  # 5
     """The service itself broke the protocol: a bug there."""
     ERROR_REASON_REMOTE_PROTOCOL: _ErrorReason.ValueType  # 6
     """The caller broke the protocol."""
-    ERROR_REASON_STRANGER: _ErrorReason.ValueType  # 7
-    """The caller has no part in this run."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 7
+    """The caller's identity does not allow this call."""
     ERROR_REASON_EQUIVOCATION: _ErrorReason.ValueType  # 8
-    """The caller said two different things in one round."""
+    """The caller sent two different messages of one round."""
     ERROR_REASON_BUDGET_EXHAUSTED: _ErrorReason.ValueType  # 9
-    """The next message would exceed a learner's privacy budget."""
+    """The next message would exceed the learner's privacy budget."""
     ERROR_REASON_CAPTURE: _ErrorReason.ValueType  # 10
     """A capture is unreadable, incomplete or of another run."""
     ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 11
     """Another service could not be reached in time."""
     ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 12
-    """A run, a learner or a capture of this name is not known to the service."""
+    """The service knows no run, learner or capture of this name."""
     ERROR_REASON_ALREADY_EXISTS: _ErrorReason.ValueType  # 13
-    """What was to be made or taken up is there already."""
-    ERROR_REASON_LIMIT: _ErrorReason.ValueType  # 14
-    """The service serves as many, or as much, as it can at a time."""
+    """The run, learner or capture exists already."""
+    ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 14
+    """The service is at its limit of learners, captures or bytes."""
+    ERROR_REASON_CORRUPT_STATE: _ErrorReason.ValueType  # 15
+    """Stored state is damaged, or its files contradict each other."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a call was refused: the `reason` of the `google.rpc.ErrorInfo` (domain `sottovoce`) in a status's details, by the
-    value's name without its prefix. A caller that does not know a value, because the service is newer, takes it for a
-    refusal without a reason; the status code says how to go on.
+    """Why a call was refused: the `reason` of the `google.rpc.ErrorInfo` (domain `sottovoce`) in a status's details, given as the
+    value's name without its prefix. A caller that does not know a value, because the service is newer, treats it as a refusal
+    without a reason and decides by the status code.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """An error of the service that fits none of the others."""
 ERROR_REASON_SPEC: ErrorReason.ValueType  # 1
-"""A run spec, or another argument, is not allowed."""
-ERROR_REASON_CHECK_FAILED: ErrorReason.ValueType  # 2
-"""A validity condition of an algorithm does not hold; the metadata's `code` is the condition's name in the docs."""
+"""A run spec or another argument is not allowed."""
+ERROR_REASON_ASSUMPTION_VIOLATED: ErrorReason.ValueType  # 2
+"""An assumption of an algorithm's proof does not hold; the metadata's `code` is its name in the docs."""
 ERROR_REASON_DATA: ErrorReason.ValueType  # 3
 """Records are unusable."""
-ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 4
-"""The service cannot give this in its present state."""
+ERROR_REASON_FAILED_PRECONDITION: ErrorReason.ValueType  # 4
+"""The service cannot do this in its present state."""
 ERROR_REASON_LOCAL_PROTOCOL: ErrorReason.ValueType  # 5
 """The service itself broke the protocol: a bug there."""
 ERROR_REASON_REMOTE_PROTOCOL: ErrorReason.ValueType  # 6
 """The caller broke the protocol."""
-ERROR_REASON_STRANGER: ErrorReason.ValueType  # 7
-"""The caller has no part in this run."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 7
+"""The caller's identity does not allow this call."""
 ERROR_REASON_EQUIVOCATION: ErrorReason.ValueType  # 8
-"""The caller said two different things in one round."""
+"""The caller sent two different messages of one round."""
 ERROR_REASON_BUDGET_EXHAUSTED: ErrorReason.ValueType  # 9
-"""The next message would exceed a learner's privacy budget."""
+"""The next message would exceed the learner's privacy budget."""
 ERROR_REASON_CAPTURE: ErrorReason.ValueType  # 10
 """A capture is unreadable, incomplete or of another run."""
 ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 11
 """Another service could not be reached in time."""
 ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 12
-"""A run, a learner or a capture of this name is not known to the service."""
+"""The service knows no run, learner or capture of this name."""
 ERROR_REASON_ALREADY_EXISTS: ErrorReason.ValueType  # 13
-"""What was to be made or taken up is there already."""
-ERROR_REASON_LIMIT: ErrorReason.ValueType  # 14
-"""The service serves as many, or as much, as it can at a time."""
+"""The run, learner or capture exists already."""
+ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 14
+"""The service is at its limit of learners, captures or bytes."""
+ERROR_REASON_CORRUPT_STATE: ErrorReason.ValueType  # 15
+"""Stored state is damaged, or its files contradict each other."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

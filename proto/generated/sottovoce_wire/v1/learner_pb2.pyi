@@ -30,12 +30,12 @@ class _LearnerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LearnerS
     LEARNER_STATE_IDLE: _LearnerState.ValueType  # 1
     """Joined, no run."""
     LEARNER_STATE_CONNECTING: _LearnerState.ValueType  # 2
-    """Knows the run, waits for its neighbours."""
+    """Assigned to a run, waits for its neighbours."""
     LEARNER_STATE_RUNNING: _LearnerState.ValueType  # 3
     LEARNER_STATE_FINISHED: _LearnerState.ValueType  # 4
-    """All rounds done; the model still answers."""
+    """All rounds done; the model can still be asked for predictions."""
     LEARNER_STATE_BUDGET_EXHAUSTED: _LearnerState.ValueType  # 5
-    """Stopped speaking: the next message would exceed its budget."""
+    """Stopped sending: the next message would exceed its privacy budget."""
     LEARNER_STATE_FAILED: _LearnerState.ValueType  # 6
     LEARNER_STATE_STOPPED: _LearnerState.ValueType  # 7
 
@@ -45,19 +45,19 @@ LEARNER_STATE_UNSPECIFIED: LearnerState.ValueType  # 0
 LEARNER_STATE_IDLE: LearnerState.ValueType  # 1
 """Joined, no run."""
 LEARNER_STATE_CONNECTING: LearnerState.ValueType  # 2
-"""Knows the run, waits for its neighbours."""
+"""Assigned to a run, waits for its neighbours."""
 LEARNER_STATE_RUNNING: LearnerState.ValueType  # 3
 LEARNER_STATE_FINISHED: LearnerState.ValueType  # 4
-"""All rounds done; the model still answers."""
+"""All rounds done; the model can still be asked for predictions."""
 LEARNER_STATE_BUDGET_EXHAUSTED: LearnerState.ValueType  # 5
-"""Stopped speaking: the next message would exceed its budget."""
+"""Stopped sending: the next message would exceed its privacy budget."""
 LEARNER_STATE_FAILED: LearnerState.ValueType  # 6
 LEARNER_STATE_STOPPED: LearnerState.ValueType  # 7
 Global___LearnerState: _TypeAlias = LearnerState  # noqa: Y015
 
 @_typing.final
 class ExchangeMessage(_message.Message):
-    """What crosses between neighbours."""
+    """A message between neighbours."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -89,13 +89,12 @@ Global___ExchangeMessage: _TypeAlias = ExchangeMessage  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Who speaks, and what both must agree on before a round is said. Nothing in it depends on records. A Hello of another
-    run, plan or fields is refused.
+    """The sender's identity, and what both neighbours must agree on before the first round. Nothing in it depends on records. A Hello of
+    another run, plan or fields is rejected.
 
-    A learner that goes on after a crash will have to say more; these numbers are kept for it, all of fixed width and
-    always present: 6 and 7 number and hash of the topology epoch, 9 coordinator's term, 10 last (the sender's newest
-    journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was heard below
-    `next_round`. A receiver passes over numbers that it does not know.
+    These numbers are kept for learners that continue after a crash, all of fixed width and always present: 6 and 7 number and hash of the
+    topology epoch, 9 the coordinator's term, 10 last (the sender's newest committed round), 11 kept (the oldest round that the sender can
+    send again), 12 hash chain of the messages received below `next_round`. A receiver ignores numbers that it does not know.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,16 +107,16 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     plan_hash: _builtins.bytes
-    """SHA-256 of the run's plan: the run spec and the features of a record."""
+    """SHA-256 of the run's plan: the run spec and the number of features of a record."""
     learner: _builtins.int
     """The sender's index."""
     next_round: _builtins.int
-    """The first round of the receiver that the sender has not heard."""
+    """The first round of the receiver that the sender has not received."""
     incarnation: _builtins.int
-    """Of the sender: a learner that has heard a higher one refuses it, for the process is an old one or a copy."""
+    """The sender's incarnation. A learner that has seen a higher one rejects it: the process is an old one or a copy."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
-        """What a round's values are, in their order."""
+        """Fields of a round's message, in order."""
 
     def __init__(
         self,
@@ -150,9 +149,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class RoundMessage(_message.Message):
-    """What a learner says in one round, in its one encoding: an ExchangeMessage with these three, each present, in this
-    order. So all of a run's messages have one length, whatever the data, and no room for anything else: a receiver
-    refuses every other encoding.
+    """A learner's message of one round, in its one encoding: an ExchangeMessage with these three fields, each present, in this order. So all
+    messages of a run have one length, whatever the data, and room for nothing else. A receiver rejects every other encoding.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -163,7 +161,7 @@ class RoundMessage(_message.Message):
     round: _builtins.int
     sender: _builtins.int
     values: _builtins.bytes
-    """The numbers of all fields, one field after the other as in the Hello: little-endian, C order."""
+    """The numbers of all fields, one field after the other in the order of the Hello: little-endian, C order."""
     def __init__(
         self,
         *,
@@ -192,8 +190,8 @@ Global___RoundMessage: _TypeAlias = RoundMessage  # noqa: Y015
 
 @_typing.final
 class Signature(_message.Message):
-    """What a learner has said in a block of rounds, signed with the key of its identity. It comes behind the last round of the
-    block that it says, and always has one length, whatever the data.
+    """Signature of a block of rounds with the key of the sender's identity. Sent after the last round of the block, and always of one length,
+    whatever the data.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -206,11 +204,11 @@ class Signature(_message.Message):
     block: _builtins.int
     sender: _builtins.int
     digests: _builtins.bytes
-    """SHA-256 of the bytes of each round's ExchangeMessage, one behind the other; zeros where nothing was said."""
+    """SHA-256 of each round's ExchangeMessage, concatenated; zeros for a round without a message."""
     certificates: _builtins.bytes
-    """Of the signer, PEM, its own first."""
+    """Certificates of the signer, PEM, its own first."""
     signature: _builtins.bytes
-    """Over the run's id and the first three fields (docs/identities.md)."""
+    """Over the run id and the first three fields (docs/identities.md)."""
     def __init__(
         self,
         *,
@@ -237,11 +235,11 @@ Global___Signature: _TypeAlias = Signature  # noqa: Y015
 
 @_typing.final
 class SampleBatch(_message.Message):
-    """Records of one source, which it numbers so that a reconnect neither loses nor doubles one: its batches, from 0 without
-    gaps (sequence), or each record (positions).
+    """Records of one source. The source numbers its batches (sequence: from 0, without gaps) or each record (positions), so that a reconnect
+    neither loses nor duplicates a record.
 
-    In a run of live records (data.source: live) the learner's rounds take them in the order in which they came; in every
-    other run a batch is for consecutive rounds.
+    In a run of live records (data.source: live) rounds take the records in order of arrival. In every other run a batch is for consecutive
+    rounds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -255,13 +253,13 @@ class SampleBatch(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     sequence: _builtins.int
-    """Not looked at where there are positions."""
+    """Ignored where positions are given."""
     first_round: _builtins.int
-    """The first round that these records are for. Left out: the next round that has none yet. None in a run of live records."""
+    """The first round that these records are for. Absent: the next round that has none yet. Absent in a run of live records."""
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of records for each round from first_round on; a round may have none. Empty: all records are for one round.
-        None in a run of live records.
+        """Number of records for each round from first_round on; a round may have none. Empty: all records are for one round. Empty in a run
+        of live records.
         """
 
     @_builtins.property
@@ -274,8 +272,8 @@ class SampleBatch(_message.Message):
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """(records), ascending, of live records alone: where each stands in its source. One that is at or below the last that
-        is in keeping is passed over. Gaps are the source's own affair.
+        """(records), ascending, for live records alone: position of each record in its source. A record at or below the last stored position
+        is skipped. Gaps are allowed.
         """
 
     def __init__(
@@ -306,9 +304,9 @@ class IngestReceipt(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     next_sequence: _builtins.int
-    """Every batch of this source below this number is in the learner's keeping."""
+    """Every batch of this source below this number is durably stored."""
     position: _builtins.int
-    """Every record of this source up to this position is in the learner's keeping. Absent: none."""
+    """Every record of this source up to this position is durably stored. Absent: none."""
     def __init__(
         self,
         *,
@@ -326,7 +324,7 @@ class IngestReceipt(_message.Message):
 Global___IngestReceipt: _TypeAlias = IngestReceipt  # noqa: Y015
 
 @_typing.final
-class IntakeRequest(_message.Message):
+class GetIntakeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
@@ -342,10 +340,10 @@ class IntakeRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IntakeRequest: _TypeAlias = IntakeRequest  # noqa: Y015
+Global___GetIntakeRequest: _TypeAlias = GetIntakeRequest  # noqa: Y015
 
 @_typing.final
-class IntakeResponse(_message.Message):
+class GetIntakeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
@@ -354,12 +352,12 @@ class IntakeResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
-    """The run spec, as JSON: with it, the schema of records."""
+    """The run spec (JSON), with the schema of records."""
     n_features: _builtins.int
-    """Of a record, with the intercept where the spec has one."""
+    """Number of features of a record, with the intercept where the spec has one."""
     @_builtins.property
     def receipt(self) -> Global___IngestReceipt:
-        """What is in keeping of the source."""
+        """What is stored of the source."""
 
     def __init__(
         self,
@@ -375,7 +373,7 @@ class IntakeResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IntakeResponse: _TypeAlias = IntakeResponse  # noqa: Y015
+Global___GetIntakeResponse: _TypeAlias = GetIntakeResponse  # noqa: Y015
 
 @_typing.final
 class PredictRequest(_message.Message):
@@ -407,10 +405,10 @@ class PredictResponse(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     ROUNDS_DONE_FIELD_NUMBER: _builtins.int
     rounds_done: _builtins.int
-    """Rounds that the model has learned from."""
+    """Number of rounds that the model has learned from."""
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
-        """(records): the scores of the model."""
+        """(records): scores of the model."""
 
     @_builtins.property
     def labels(self) -> _tensor_pb2.Tensor:
@@ -432,7 +430,7 @@ class PredictResponse(_message.Message):
 Global___PredictResponse: _TypeAlias = PredictResponse  # noqa: Y015
 
 @_typing.final
-class StatusRequest(_message.Message):
+class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -444,10 +442,10 @@ class StatusRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
+Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
-class StatusResponse(_message.Message):
+class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
@@ -464,11 +462,11 @@ class StatusResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class LearnerStatus(_message.Message):
-    """What a learner tells its operators. Independent of the data, but for the field marked so."""
+    """A learner's report to operators. Independent of its records, except for the field marked so."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -484,41 +482,41 @@ class LearnerStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     NOISE_IS_NOT_PRIVATE_FIELD_NUMBER: _builtins.int
     PREQUENTIAL_ACCURACY_FIELD_NUMBER: _builtins.int
-    EPSILON_ELSEWHERE_FIELD_NUMBER: _builtins.int
-    EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
-    ROUNDS_SAID_FIELD_NUMBER: _builtins.int
-    RULES_BROKEN_FIELD_NUMBER: _builtins.int
+    EPSILON_OTHER_RUNS_FIELD_NUMBER: _builtins.int
+    EPSILON_OWNER_BUDGET_FIELD_NUMBER: _builtins.int
+    ROUNDS_COMMITTED_FIELD_NUMBER: _builtins.int
+    VIOLATION_COUNT_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     RECORDS_WAITING_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
     rounds_done: _builtins.int
-    """Rounds done: said, heard, learned from."""
+    """Number of rounds done: message sent, neighbours' messages received, records learned."""
     rounds_with_data: _builtins.int
-    """Rounds for which records have arrived."""
+    """Number of rounds whose records have arrived."""
     messages_sent: _builtins.int
     bytes_sent: _builtins.int
     epsilon_spent: _builtins.float
-    """Epsilon of everything said so far, and the limit (absent: none)."""
+    """Epsilon of all messages of this run so far, and the run's limit (absent: none)."""
     epsilon_budget: _builtins.float
     detail: _builtins.str
     """Why the learner stopped. Never depends on records."""
     noise_is_not_private: _builtins.bool
-    """The noise is not drawn from the operating system's entropy: this run protects nobody."""
+    """The noise is not drawn from the operating system's entropy: this run has no privacy."""
     prequential_accuracy: _builtins.float
-    """DEPENDS ON PRIVATE DATA; only where the run opted in (telemetry.accuracy): share of records that were predicted
-    correctly before they were learned.
+    """DEPENDS ON PRIVATE DATA; only where the run opted in (telemetry.accuracy): share of records that were predicted correctly before
+    they were learned.
     """
-    epsilon_elsewhere: _builtins.float
-    """Epsilon spent in other runs, and what the owner allows in all runs together (absent: no limit)."""
-    epsilon_own_budget: _builtins.float
-    rounds_said: _builtins.int
-    """Rounds whose message is journaled, and so charged and possibly said: `rounds_done` or one more."""
-    rules_broken: _builtins.int
-    """Messages on the channels of neighbours that broke a rule (coordinator.proto), and changed nothing."""
+    epsilon_other_runs: _builtins.float
+    """Epsilon spent in other runs, and the owner's limit for all runs together (absent: none)."""
+    epsilon_owner_budget: _builtins.float
+    rounds_committed: _builtins.int
+    """Number of rounds whose message is in the write-ahead log, and so charged and possibly sent: `rounds_done` or one more."""
+    violation_count: _builtins.int
+    """Number of messages from neighbours that were rejected as violations (coordinator.proto) and changed nothing."""
     records: _builtins.int
-    """Records taken in, and those of them that wait for their round."""
+    """Number of records accepted, and of those that wait for their round."""
     records_waiting: _builtins.int
     def __init__(
         self,
@@ -535,34 +533,34 @@ class LearnerStatus(_message.Message):
         detail: _builtins.str = ...,
         noise_is_not_private: _builtins.bool = ...,
         prequential_accuracy: _builtins.float | None = ...,
-        epsilon_elsewhere: _builtins.float = ...,
-        epsilon_own_budget: _builtins.float | None = ...,
-        rounds_said: _builtins.int = ...,
-        rules_broken: _builtins.int = ...,
+        epsilon_other_runs: _builtins.float = ...,
+        epsilon_owner_budget: _builtins.float | None = ...,
+        rounds_committed: _builtins.int = ...,
+        violation_count: _builtins.int = ...,
         records: _builtins.int = ...,
         records_waiting: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_owner_budget", b"_epsilon_owner_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_owner_budget", b"epsilon_owner_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "records", b"records", "records_waiting", b"records_waiting", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "rules_broken", b"rules_broken", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_owner_budget", b"_epsilon_owner_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_other_runs", b"epsilon_other_runs", "epsilon_owner_budget", b"epsilon_owner_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "records", b"records", "records_waiting", b"records_waiting", "rounds_committed", b"rounds_committed", "rounds_done", b"rounds_done", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state", "violation_count", b"violation_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015
-    _WhichOneofReturnType__epsilon_own_budget: _TypeAlias = _typing.Literal["epsilon_own_budget"]  # noqa: Y015
-    _WhichOneofArgType__epsilon_own_budget: _TypeAlias = _typing.Literal["_epsilon_own_budget", b"_epsilon_own_budget"]  # noqa: Y015
+    _WhichOneofReturnType__epsilon_owner_budget: _TypeAlias = _typing.Literal["epsilon_owner_budget"]  # noqa: Y015
+    _WhichOneofArgType__epsilon_owner_budget: _TypeAlias = _typing.Literal["_epsilon_owner_budget", b"_epsilon_owner_budget"]  # noqa: Y015
     _WhichOneofReturnType__prequential_accuracy: _TypeAlias = _typing.Literal["prequential_accuracy"]  # noqa: Y015
     _WhichOneofArgType__prequential_accuracy: _TypeAlias = _typing.Literal["_prequential_accuracy", b"_prequential_accuracy"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_budget) -> _WhichOneofReturnType__epsilon_budget | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_own_budget) -> _WhichOneofReturnType__epsilon_own_budget | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_owner_budget) -> _WhichOneofReturnType__epsilon_owner_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prequential_accuracy) -> _WhichOneofReturnType__prequential_accuracy | None: ...
 
 Global___LearnerStatus: _TypeAlias = LearnerStatus  # noqa: Y015
 
 @_typing.final
-class LedgerRequest(_message.Message):
+class GetLedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -574,37 +572,38 @@ class LedgerRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LedgerRequest: _TypeAlias = LedgerRequest  # noqa: Y015
+Global___GetLedgerRequest: _TypeAlias = GetLedgerRequest  # noqa: Y015
 
 @_typing.final
-class LedgerResponse(_message.Message):
+class GetLedgerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LINES_FIELD_NUMBER: _builtins.int
-    OWN_BUDGET_FIELD_NUMBER: _builtins.int
-    own_budget: _builtins.float
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    OWNER_BUDGET_FIELD_NUMBER: _builtins.int
+    owner_budget: _builtins.float
+    """The owner's limit for all runs together; absent: none."""
     @_builtins.property
-    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerLine]:
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerEntry]:
         """By run id."""
 
     def __init__(
         self,
         *,
-        lines: _abc.Iterable[Global___LedgerLine] | None = ...,
-        own_budget: _builtins.float | None = ...,
+        entries: _abc.Iterable[Global___LedgerEntry] | None = ...,
+        owner_budget: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget", "own_budget", b"own_budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget", "owner_budget", b"owner_budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget", "lines", b"lines", "own_budget", b"own_budget"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget", "entries", b"entries", "owner_budget", b"owner_budget"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__own_budget: _TypeAlias = _typing.Literal["own_budget"]  # noqa: Y015
-    _WhichOneofArgType__own_budget: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_budget) -> _WhichOneofReturnType__own_budget | None: ...
+    _WhichOneofReturnType__owner_budget: _TypeAlias = _typing.Literal["owner_budget"]  # noqa: Y015
+    _WhichOneofArgType__owner_budget: _TypeAlias = _typing.Literal["_owner_budget", b"_owner_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_budget) -> _WhichOneofReturnType__owner_budget | None: ...
 
-Global___LedgerResponse: _TypeAlias = LedgerResponse  # noqa: Y015
+Global___GetLedgerResponse: _TypeAlias = GetLedgerResponse  # noqa: Y015
 
 @_typing.final
-class LedgerLine(_message.Message):
+class LedgerEntry(_message.Message):
     """One run of the learner."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -615,18 +614,18 @@ class LedgerLine(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
-    SAID_FIELD_NUMBER: _builtins.int
-    SPENT_FIELD_NUMBER: _builtins.int
+    ROUNDS_COMMITTED_FIELD_NUMBER: _builtins.int
+    EPSILON_SPENT_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     algorithm: _builtins.str
     spec: _builtins.str
-    """The run spec (JSON), the learner's index and the features of a record: by which guarantee it was charged."""
+    """The run spec (JSON), the learner's index and the number of features of a record: they determine the guarantee."""
     index: _builtins.int
     n_features: _builtins.int
-    said: _builtins.int
-    """Messages journaled, and the epsilon charged for them."""
-    spent: _builtins.float
+    rounds_committed: _builtins.int
+    """Number of rounds in the write-ahead log, and the epsilon charged for them."""
+    epsilon_spent: _builtins.float
     def __init__(
         self,
         *,
@@ -636,13 +635,13 @@ class LedgerLine(_message.Message):
         spec: _builtins.str = ...,
         index: _builtins.int = ...,
         n_features: _builtins.int = ...,
-        said: _builtins.int = ...,
-        spent: _builtins.float = ...,
+        rounds_committed: _builtins.int = ...,
+        epsilon_spent: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "index", b"index", "learner", b"learner", "n_features", b"n_features", "run_id", b"run_id", "said", b"said", "spec", b"spec", "spent", b"spent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "epsilon_spent", b"epsilon_spent", "index", b"index", "learner", b"learner", "n_features", b"n_features", "rounds_committed", b"rounds_committed", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LedgerLine: _TypeAlias = LedgerLine  # noqa: Y015
+Global___LedgerEntry: _TypeAlias = LedgerEntry  # noqa: Y015

@@ -6,7 +6,7 @@ from sottovoce_wire.v1 import learner_pb2 as sottovoce__wire_dot_v1_dot_learner_
 
 
 class LearnerStub(object):
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records.
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records.
     """
 
     def __init__(self, channel):
@@ -25,70 +25,70 @@ class LearnerStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.FromString,
                 )
-        self.Intake = channel.unary_unary(
-                '/sottovoce_wire.v1.Learner/Intake',
-                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.FromString,
+        self.GetIntake = channel.unary_unary(
+                '/sottovoce_wire.v1.Learner/GetIntake',
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeResponse.FromString,
                 )
         self.Predict = channel.unary_unary(
                 '/sottovoce_wire.v1.Learner/Predict',
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.FromString,
                 )
-        self.Status = channel.unary_unary(
-                '/sottovoce_wire.v1.Learner/Status',
-                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.FromString,
+        self.GetStatus = channel.unary_unary(
+                '/sottovoce_wire.v1.Learner/GetStatus',
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusResponse.FromString,
                 )
-        self.Ledger = channel.unary_unary(
-                '/sottovoce_wire.v1.Learner/Ledger',
-                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.FromString,
+        self.GetLedger = channel.unary_unary(
+                '/sottovoce_wire.v1.Learner/GetLedger',
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerResponse.FromString,
                 )
 
 
 class LearnerServicer(object):
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records.
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records.
     """
 
     def Exchange(self, request_iterator, context):
-        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-        caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
-        identities, a Signature behind the last one of a block.
+        """The channel between two neighbours: both directions in one stream, opened by the learner with the lower index. The caller sends
+        a Hello first, then the callee. After that each sends its rounds in order and, where learners have identities, a Signature after
+        the last round of a block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ingest(self, request_iterator, context):
-        """Live data from the learner's owner. Private: this never crosses the channels between learners.
+        """Live data from the learner's owner. Private: it never crosses the channels between learners.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Intake(self, request, context):
-        """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already.
+    def GetIntake(self, request, context):
+        """What a source needs before it sends its first record: the run, the schema of a record, and what is stored already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Predict(self, request, context):
-        """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee.
+        """Predictions of the current model. Refused unless the run opted in (telemetry.predict): outside the privacy guarantee.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Status(self, request, context):
+    def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Ledger(self, request, context):
-        """What was spent in all runs, on what, by which guarantee.
+    def GetLedger(self, request, context):
+        """The privacy ledger: what all runs have spent, and under which guarantee.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,25 +107,25 @@ def add_LearnerServicer_to_server(servicer, server):
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.SerializeToString,
             ),
-            'Intake': grpc.unary_unary_rpc_method_handler(
-                    servicer.Intake,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.SerializeToString,
+            'GetIntake': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetIntake,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeResponse.SerializeToString,
             ),
             'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.SerializeToString,
             ),
-            'Status': grpc.unary_unary_rpc_method_handler(
-                    servicer.Status,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.SerializeToString,
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusResponse.SerializeToString,
             ),
-            'Ledger': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ledger,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.SerializeToString,
+            'GetLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLedger,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,7 +135,7 @@ def add_LearnerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Learner(object):
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records.
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records.
     """
 
     @staticmethod
@@ -173,7 +173,7 @@ class Learner(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def Intake(request,
+    def GetIntake(request,
             target,
             options=(),
             channel_credentials=None,
@@ -183,9 +183,9 @@ class Learner(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/Intake',
-            sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/GetIntake',
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetIntakeResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -207,7 +207,7 @@ class Learner(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def Status(request,
+    def GetStatus(request,
             target,
             options=(),
             channel_credentials=None,
@@ -217,14 +217,14 @@ class Learner(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/Status',
-            sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/GetStatus',
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetStatusResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def Ledger(request,
+    def GetLedger(request,
             target,
             options=(),
             channel_credentials=None,
@@ -234,8 +234,8 @@ class Learner(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/Ledger',
-            sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/GetLedger',
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.GetLedgerResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

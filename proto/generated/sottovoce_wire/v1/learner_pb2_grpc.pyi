@@ -27,49 +27,49 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LearnerStub:
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records."""
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LearnerAsyncStub: ...
     Exchange: _grpc.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]
-    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-    caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
-    identities, a Signature behind the last one of a block.
+    """The channel between two neighbours: both directions in one stream, opened by the learner with the lower index. The caller sends
+    a Hello first, then the callee. After that each sends its rounds in order and, where learners have identities, a Signature after
+    the last round of a block.
     """
     Ingest: _grpc.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]
-    """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Intake: _grpc.UnaryUnaryMultiCallable[_learner_pb2.IntakeRequest, _learner_pb2.IntakeResponse]
-    """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
+    """Live data from the learner's owner. Private: it never crosses the channels between learners."""
+    GetIntake: _grpc.UnaryUnaryMultiCallable[_learner_pb2.GetIntakeRequest, _learner_pb2.GetIntakeResponse]
+    """What a source needs before it sends its first record: the run, the schema of a record, and what is stored already."""
     Predict: _grpc.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
-    """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
-    Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]
-    Ledger: _grpc.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]
-    """What was spent in all runs, on what, by which guarantee."""
+    """Predictions of the current model. Refused unless the run opted in (telemetry.predict): outside the privacy guarantee."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_learner_pb2.GetStatusRequest, _learner_pb2.GetStatusResponse]
+    GetLedger: _grpc.UnaryUnaryMultiCallable[_learner_pb2.GetLedgerRequest, _learner_pb2.GetLedgerResponse]
+    """The privacy ledger: what all runs have spent, and under which guarantee."""
 
 @_typing.type_check_only
 class LearnerAsyncStub(LearnerStub):
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records."""
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]  # type: ignore[assignment]
-    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-    caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
-    identities, a Signature behind the last one of a block.
+    """The channel between two neighbours: both directions in one stream, opened by the learner with the lower index. The caller sends
+    a Hello first, then the callee. After that each sends its rounds in order and, where learners have identities, a Signature after
+    the last round of a block.
     """
     Ingest: _aio.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]  # type: ignore[assignment]
-    """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Intake: _aio.UnaryUnaryMultiCallable[_learner_pb2.IntakeRequest, _learner_pb2.IntakeResponse]  # type: ignore[assignment]
-    """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
+    """Live data from the learner's owner. Private: it never crosses the channels between learners."""
+    GetIntake: _aio.UnaryUnaryMultiCallable[_learner_pb2.GetIntakeRequest, _learner_pb2.GetIntakeResponse]  # type: ignore[assignment]
+    """What a source needs before it sends its first record: the run, the schema of a record, and what is stored already."""
     Predict: _aio.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
-    """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
-    Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]  # type: ignore[assignment]
-    Ledger: _aio.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]  # type: ignore[assignment]
-    """What was spent in all runs, on what, by which guarantee."""
+    """Predictions of the current model. Refused unless the run opted in (telemetry.predict): outside the privacy guarantee."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_learner_pb2.GetStatusRequest, _learner_pb2.GetStatusResponse]  # type: ignore[assignment]
+    GetLedger: _aio.UnaryUnaryMultiCallable[_learner_pb2.GetLedgerRequest, _learner_pb2.GetLedgerResponse]  # type: ignore[assignment]
+    """The privacy ledger: what all runs have spent, and under which guarantee."""
 
 class LearnerServicer(metaclass=_abc_1.ABCMeta):
-    """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records."""
+    """One learner: exchanges noised messages with its neighbours, and accepts its owner's records."""
 
     @_abc_1.abstractmethod
     def Exchange(
@@ -77,9 +77,9 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_learner_pb2.ExchangeMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.ExchangeMessage], _abc.AsyncIterator[_learner_pb2.ExchangeMessage]]:
-        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-        caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
-        identities, a Signature behind the last one of a block.
+        """The channel between two neighbours: both directions in one stream, opened by the learner with the lower index. The caller sends
+        a Hello first, then the callee. After that each sends its rounds in order and, where learners have identities, a Signature after
+        the last round of a block.
         """
 
     @_abc_1.abstractmethod
@@ -88,15 +88,15 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_learner_pb2.SampleBatch],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.IngestReceipt], _abc.AsyncIterator[_learner_pb2.IngestReceipt]]:
-        """Live data from the learner's owner. Private: this never crosses the channels between learners."""
+        """Live data from the learner's owner. Private: it never crosses the channels between learners."""
 
     @_abc_1.abstractmethod
-    def Intake(
+    def GetIntake(
         self,
-        request: _learner_pb2.IntakeRequest,
+        request: _learner_pb2.GetIntakeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_learner_pb2.IntakeResponse, _abc.Awaitable[_learner_pb2.IntakeResponse]]:
-        """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
+    ) -> _typing.Union[_learner_pb2.GetIntakeResponse, _abc.Awaitable[_learner_pb2.GetIntakeResponse]]:
+        """What a source needs before it sends its first record: the run, the schema of a record, and what is stored already."""
 
     @_abc_1.abstractmethod
     def Predict(
@@ -104,21 +104,21 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.PredictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.PredictResponse, _abc.Awaitable[_learner_pb2.PredictResponse]]:
-        """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
+        """Predictions of the current model. Refused unless the run opted in (telemetry.predict): outside the privacy guarantee."""
 
     @_abc_1.abstractmethod
-    def Status(
+    def GetStatus(
         self,
-        request: _learner_pb2.StatusRequest,
+        request: _learner_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_learner_pb2.StatusResponse, _abc.Awaitable[_learner_pb2.StatusResponse]]: ...
+    ) -> _typing.Union[_learner_pb2.GetStatusResponse, _abc.Awaitable[_learner_pb2.GetStatusResponse]]: ...
 
     @_abc_1.abstractmethod
-    def Ledger(
+    def GetLedger(
         self,
-        request: _learner_pb2.LedgerRequest,
+        request: _learner_pb2.GetLedgerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_learner_pb2.LedgerResponse, _abc.Awaitable[_learner_pb2.LedgerResponse]]:
-        """What was spent in all runs, on what, by which guarantee."""
+    ) -> _typing.Union[_learner_pb2.GetLedgerResponse, _abc.Awaitable[_learner_pb2.GetLedgerResponse]]:
+        """The privacy ledger: what all runs have spent, and under which guarantee."""
 
 def add_LearnerServicer_to_server(servicer: LearnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

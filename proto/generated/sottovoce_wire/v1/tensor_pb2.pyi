@@ -29,7 +29,7 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     DATA_TYPE_FLOAT64: _DataType.ValueType  # 1
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
-    """How the numbers of a tensor are laid out. Always little-endian, C order."""
+    """Type of a tensor's numbers. Always little-endian, C order."""
 
 DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
 DATA_TYPE_FLOAT64: DataType.ValueType  # 1
@@ -65,7 +65,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Field(_message.Message):
-    """What some of a message's numbers are: agreed once, where the numbers themselves come without a word."""
+    """Name, shape and type of one field of a message. Agreed once, because messages hold numbers alone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
